@@ -23,7 +23,8 @@ def quoted(value: str, max_characters: int = MAX_QUOTED) -> str:
     its length.
 
     Use this for every value from a pod, the API server or the kubelet: an annotation may have 256
-    KiB, and a message goes into the log, the journal, an event and a pod's status.
+    KiB, and a message goes into the log, the journal (``/debug/events``), a Kubernetes event and a
+    pod's status.
     """
     if len(value) <= max_characters:
         return ascii(value)

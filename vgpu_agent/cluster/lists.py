@@ -21,8 +21,8 @@ LONGEST_OBJECT_BYTES = 16 * 1024 * 1024
 # Of all but the items: kind, version, token of the next page.
 _LONGEST_ENVELOPE_BYTES = 64 * 1024
 
-# A match keeps some hundred bytes for each text or object that it has passed over, and those may be
-# as short as two characters.
+# A match keeps some hundred bytes for each JSON string or object that it has passed over, and those
+# may be as short as two characters.
 _MATCHED_AT_ONCE_BYTES = 16 * 1024
 
 _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
@@ -30,15 +30,15 @@ _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
 # Each character fits one alternative only, so nothing is ever tried in two ways. Possessive
 # quantifiers would do the same, but Python before 3.11.5 matches too little with them (CPython
 # issue 106052), and Debian 12 has 3.11.2.
-_IN_TEXT = rb'[^"\\]*(?:\\.[^"\\]*)*'
-_TEXT = rb'"' + _IN_TEXT + rb'"'
-_FLAT = rb'[^"{}]*(?:' + _TEXT + rb'[^"{}]*)*'
-_SHALLOW = rb'[^"{}]*(?:(?:' + _TEXT + rb"|\{" + _FLAT + rb'\})[^"{}]*)*'
-# Up to the next brace that counts: texts, and within an item objects with few levels, are passed
-# over in one step.
+_IN_STRING = rb'[^"\\]*(?:\\.[^"\\]*)*'
+_STRING = rb'"' + _IN_STRING + rb'"'
+_FLAT = rb'[^"{}]*(?:' + _STRING + rb'[^"{}]*)*'
+_SHALLOW = rb'[^"{}]*(?:(?:' + _STRING + rb"|\{" + _FLAT + rb'\})[^"{}]*)*'
+# Up to the next brace that changes `_depth`: strings, and within an item objects with few levels,
+# are passed over in one step.
 _OUTSIDE = re.compile(_FLAT, re.DOTALL)
-_INSIDE = re.compile(rb'[^"{}]*(?:(?:' + _TEXT + rb"|\{" + _SHALLOW + rb'\})[^"{}]*)*', re.DOTALL)
-_REST_OF_TEXT = re.compile(_IN_TEXT, re.DOTALL)
+_INSIDE = re.compile(rb'[^"{}]*(?:(?:' + _STRING + rb"|\{" + _SHALLOW + rb'\})[^"{}]*)*', re.DOTALL)
+_REST_OF_STRING = re.compile(_IN_STRING, re.DOTALL)
 _OPENING, _CLOSING, _QUOTE = b'{}"'
 _ITEMS = re.compile(rb'"items"\s*:\s*\[\s*\Z')
 
@@ -54,7 +54,7 @@ class ListReader:
         self._path = path
         self._rest = bytearray()
         self._from = 0  # how far `_rest` is read
-        self._in_text = False
+        self._in_string = False
         self._depth = 0
         self._in_items = False
         self._item = False  # the object that is being read is an item
@@ -94,15 +94,15 @@ class ListReader:
         return version, token
 
     def _next_brace(self) -> int | None:
-        """Go on behind the next brace that counts, and return it;
+        """Go on behind the next brace that changes `_depth`, and return it;
         None at the end of the received text. Nothing is read twice.
         """
         while True:
-            if self._in_text:
-                self._from = _required(_REST_OF_TEXT.match(self._rest, self._from)).end()
+            if self._in_string:
+                self._from = _required(_REST_OF_STRING.match(self._rest, self._from)).end()
                 if self._from >= len(self._rest) or self._rest[self._from] != _QUOTE:
                     return None
-                self._in_text = False
+                self._in_string = False
                 self._from += 1
             self._from = _required(
                 (_INSIDE if self._depth > 1 else _OUTSIDE).match(self._rest, self._from)
@@ -113,7 +113,7 @@ class ListReader:
             self._from += 1
             if found != _QUOTE:
                 return found
-            self._in_text = True  # the end of this text has not been received
+            self._in_string = True  # the end of this string has not been received
 
     def _opened(self) -> None:
         self._depth += 1

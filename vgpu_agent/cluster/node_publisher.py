@@ -74,8 +74,8 @@ class _NodeAnswer(msgspec.Struct):
 class NodePublisher:
     """The writer of our Node; one for the process.
 
-    Four kinds of write may fail independently: guarded removals, metadata, quantities and
-    conditions (status subresource).
+    Four kinds of write may fail independently: guarded removals (of annotations, only if the Node
+    is as it was seen), metadata, quantities and conditions (status subresource).
 
     State: the latest writes and failures. A crash between two writes leaves a difference, which the
     next start sees.
@@ -222,8 +222,9 @@ class NodePublisher:
 
     def _seconds_until_due(self, entry: DesiredEntry) -> float | None:
         if entry.guarded:
-            # A value after the watch has shown the removal is a new lock, even with the same text:
-            # the next one of a burst, not the removed one again.
+            # The guarded annotations are schedulers' locks of this node. A value after the watch
+            # has shown the removal is a new lock, even with the same text: the next one of a
+            # burst, not the removed one again.
             return (
                 None
                 if entry.shown is None or entry.name in self._removed_from(self._node.value)

@@ -45,7 +45,8 @@ class Copy(msgspec.Struct):
 
 
 class Tries(msgspec.Struct):
-    """The chances that the pods of one owner, or of one name, were given.
+    """The chances that the pods of one owner, or of one name, were given to run after a failure:
+    each is an eviction, or a deletion and recreation.
 
     Attributes:
         number: how many in a row.

@@ -107,7 +107,8 @@ class PodPublisher:
         Args:
             api: the API server.
             pod_cache: our pods as the watch shows them.
-            desired_state: the kubelet's UID of a pod → its desired state.
+            desired_state: the kubelet's UID of a pod (the API server's, except for static pods) →
+                its desired state.
             wake: advances whenever the desired state may have changed.
             journal: troubles and their end are recorded there, and that a pod has all its
                 annotations.
@@ -165,12 +166,12 @@ class PodPublisher:
             return max(min(pause, self._outage.seconds_left), _SHORTEST_WAIT_SECONDS)
         # After a failure one request finds out whether the API server is back. Pods with the fewest
         # failures are first, so that it is not always a pod whose own writes fail.
-        room = (1 if self._outage.failures else self._at_once) - sum(
+        free = (1 if self._outage.failures else self._at_once) - sum(
             writing.busy for writing in self._writings.values()
         )
-        self._backlog = len(due) > room
+        self._backlog = len(due) > free
         for pod, changes, writing in sorted(due, key=lambda one: one[2].backoff.failures)[
-            : max(0, room)
+            : max(0, free)
         ]:
             writing.busy = True
             requests.create_task(
@@ -223,8 +224,8 @@ class PodPublisher:
     def _compared(
         self, pod: Pod, desired_state: DesiredPod, writing: _Writing
     ) -> tuple[float, Changes]:
-        """Return the changes to write to ``pod`` now. Without changes, return the seconds until
-        there may be some (0: unknown).
+        """Return the changes to write to ``pod``, and the seconds until they may be written.
+        Without changes, the seconds until there may be some (0: unknown).
         """
         changes: dict[Entry, str | None] = {}
         wait = 0.0

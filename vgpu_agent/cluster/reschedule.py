@@ -73,7 +73,8 @@ class Reschedule:
             notices: about containers that were started; their pods get an event for each.
             look_seconds: how often the loop sends a heartbeat, and how long such an event may
                 wait.
-            rescued: a resource → whether `rescue` deals with its final refusals.
+            rescued: a resource → whether `rescue` deals with its final refusals, those of starts
+                that can never succeed here.
         """
         self._rescued = rescued
         self._notices = notices

@@ -304,7 +304,7 @@ class Rescue:
         await self._api.post(pod_path(pod.namespace, pod.name) + "/eviction", eviction(pod))
         if created > self._state.tries.get(key, _NO_TRIES).created + _TOGETHER_SECONDS:
             self._count(key, created)
-        await self._keep_tries()
+        await self._store_state()
         self.counts["evicted"] += 1
         text = f"evicted, so that {_named(controller)} makes another: {case.why}"
         self._record("rescue.evicted", case, EVICTED, text)
@@ -427,7 +427,8 @@ class Rescue:
         else:
             self._state.tries[key] = before
 
-    async def _keep_tries(self) -> None:
+    async def _store_state(self) -> None:
+        """Write the copies and the tries to the file; a failure is only recorded."""
         try:
             await self._copies.write(self._state)
         except OSError as err:
@@ -439,7 +440,7 @@ class Rescue:
         """
         self._state.copies.pop(copy.uid, None)
         self._recreations.pop(copy.uid, None)
-        await self._keep_tries()
+        await self._store_state()
 
     # -- events ------------------------------------------------------------------------------------
 

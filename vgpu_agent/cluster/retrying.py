@@ -107,7 +107,7 @@ class FailureLog:
             key: the writer's name of the write.
             err: the failure.
             permission: the RBAC permission that the write needs, e.g. ``patch nodes/status``.
-            facts: further fields of the event.
+            facts: further fields of the log line.
         """
         if err.status == 403:
             verb, _, resource = permission.partition(" ")

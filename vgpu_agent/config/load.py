@@ -144,14 +144,18 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
     reading.add_flags(sources.flags)
     reading.derive_from_simulate()
     settings = reading.finish()
-    theirs = [
+    document_warnings = [
         f"{file}:{warning.line}: " + ": ".join(filter(None, warning[1:]))
         for warning in document.warnings
     ]
     return Loaded(
         settings=settings,
         origins=reading.origins(settings),
-        warnings=(*theirs, *reading.removed_key_warnings, *_warnings(settings, sources, contents)),
+        warnings=(
+            *document_warnings,
+            *reading.removed_key_warnings,
+            *_warnings(settings, sources, contents),
+        ),
         sources=sources,
         contents=contents,
         collisions=reading.collisions(settings),
@@ -205,22 +209,22 @@ def _nvidia_document(
     into the agent's keys; both empty where there is none.
     """
     members = root.value if root is not None and isinstance(root.value, dict) else {}
-    theirs = families.plugin_document()
-    section = members.get(theirs.section)
+    declared = families.plugin_document()
+    section = members.get(declared.section)
     if contents.nvidia is not None:
-        found = theirs.translate_file(contents.nvidia)
+        found = declared.translate_file(contents.nvidia)
         if section is None:
             return contents.nvidia_file, found
         text = (
             f"is not read, because {sources.file}:{section.line} has a configuration of that "
-            f"plugin as {theirs.section}; keep one of them"
+            f"plugin as {declared.section}; keep one of them"
         )
         return contents.nvidia_file, msgspec.structs.replace(
             found, faults=(*found.faults, yaml.Fault(1, "", text))
         )
     if section is None or sources.file is None:
         return "", Translation()
-    return sources.file, theirs.translate_section(section)
+    return sources.file, declared.translate_section(section)
 
 
 def read(file: str, named_by: str = options.CONFIG_FLAG) -> bytes:

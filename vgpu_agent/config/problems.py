@@ -13,7 +13,7 @@ from typing import Any
 
 from vgpu_agent.errors import ConfigError
 
-SHOWN = 20
+SHOWN = 20  # problems that are kept in full
 _AFTER_ALL_FILES = 2**31
 _LONGEST_VALUE = 60
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_<-][A-Za-z0-9_./<-]*\Z")

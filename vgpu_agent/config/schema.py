@@ -186,13 +186,13 @@ def root() -> type[Settings]:
     """Return the type of the whole configuration: `Settings`, with a switch for each family, and
     the families' own sections.
     """
-    before = type(Settings().families)
+    base = type(Settings().families)
     switches = [
         (family.attribute, Annotated[bool, Meta(description=family.switch)], family.on)
         for family in families.DECLARED
     ]
     own = msgspec.defstruct(
-        "Families", switches, bases=(before,), namespace={"__doc__": before.__doc__}, **_STRICT
+        "Families", switches, bases=(base,), namespace={"__doc__": base.__doc__}, **_STRICT
     )
     sections = itertools.chain.from_iterable(
         family.sections.items() for family in families.DECLARED

@@ -52,14 +52,14 @@ async def changes(
     look = _Look(loaded)
     if sources is None and not look.has_files:
         return
-    seen, asked = loaded.contents.digest, loaded.sources
+    seen, seen_sources = loaded.contents.digest, loaded.sources
     while True:
         await asyncio.sleep(interval_seconds)
         if sources is not None:
             look.sources = await sources()
         found = await look.settled(seen, interval_seconds * _SETTLE_PART)
-        if (mark := _mark(found)) != seen or look.sources != asked:
-            seen, asked = mark, look.sources
+        if (mark := _mark(found)) != seen or look.sources != seen_sources:
+            seen, seen_sources = mark, look.sources
             yield await _judged(look.sources, found)
 
 

@@ -125,8 +125,8 @@ def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, number: 
     Args:
         devices: in the order in which the container is to see them, each once.
         options: of this node.
-        number: distinguishes annotations of several resources of one container; see
-            `answer_number`.
+        number: a UUID that distinguishes the annotations of several resources of one container;
+            see `answer_number`.
     """
     edits = Edits(
         {f"NVIDIA_{mode.upper()}": ENABLED for mode in DEVICE_MODES if mode in options.enabled}

@@ -113,7 +113,8 @@ class IdFamily(Family, Protocol):
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Return the ids that suit best; only called for resources with ``prefers``.
+        """Return the ids that suit best, for GetPreferredAllocation; only called for resources with
+        ``Resource.prefers``.
 
         Args:
             resource: as it is offered.
@@ -274,7 +275,7 @@ class PodFamily(Family, Protocol):
         Never raises.
 
         These GPUs are claimed for them. Where the resource has ``prefers``, the kubelet is advised
-        to give ids of them.
+        (GetPreferredAllocation) to give ids of them.
 
         The result has only containers that the pod's annotations allow to start. It is empty where
         these are not for this node or cannot be followed at all. Init containers are left out where

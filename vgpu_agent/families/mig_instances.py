@@ -31,7 +31,7 @@ SINGLE, MIXED, NONE = "single", "mixed", "none"
 not offered.
 """
 
-_ALL_CORES = 100
+_ALL_CORES = 100  # percent of the instance's compute
 
 
 class MigInstancesFamily(abc.ABC):
@@ -145,8 +145,8 @@ class MigInstancesFamily(abc.ABC):
         place = {entry.id: number for number, entry in enumerate(resource.ids)}
         gpu_of = {instance.uuid: gpu.uuid for gpu, instance in self.offered(inventory)}
         free = [gpu_of.get(id_, "") for id_ in available]
-        alike = [gpu_of.get(entry.id, "") for entry in resource.ids]
-        in_use = {gpu for gpu in alike if free.count(gpu) < alike.count(gpu)}
+        all_gpus = [gpu_of.get(entry.id, "") for entry in resource.ids]
+        in_use = {gpu for gpu in all_gpus if free.count(gpu) < all_gpus.count(gpu)}
 
         def order(id_: str) -> tuple[int, bool, int]:
             gpu = gpu_of.get(id_, "")

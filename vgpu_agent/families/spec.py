@@ -131,7 +131,8 @@ class Readings(msgspec.Struct, frozen=True):
         inventory: the GPUs.
         usage: the use of each GPU that could be read.
         containers: the use that containers make of their devices.
-        controlled: the same for containers whose library reports a `ControlledUse` instead.
+        controlled: the same for containers that the backend `vgpu-control` limits, whose library
+            reports it in another form.
         now: unix seconds.
         node: the Node's name.
         version: of the agent.
@@ -243,7 +244,8 @@ class FamilySpec(msgspec.Struct, frozen=True):
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
         values: a pattern, in the same way, of those of them whose value counts as well.
-        parts: the names of further families of `BuiltFamily`, as grants and resources have them.
+        parts: the names of those parts of `BuiltFamily` that have another name than it, as grants
+            and resources have them, e.g. ``vgpu-manager-mig``.
         metrics: its own metrics.
         exporter: metrics at an address of their own; None where there are none.
         mps: the settings → the directories that its containers share with its MPS control daemons;

@@ -73,10 +73,12 @@ class AwsOptions(msgspec.Struct, frozen=True):
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> AwsOptions:
         """The options that the configuration asks for."""
-        aws, roots = settings.section(Aws), settings.mps
+        aws, mps_settings = settings.section(Aws), settings.mps
         # pods written for AWS's plugin mount them from there (aws §II.3)
         pipes = mps.DEFAULT_PIPE_DIRECTORY
-        paths = MpsOptions(roots.root, roots.per_container_limits, pipe_directory=pipes)
+        paths = MpsOptions(
+            mps_settings.root, mps_settings.per_container_limits, pipe_directory=pipes
+        )
         return cls(aws.resource_name, aws.vgpus, aws.mps, lists, paths)
 
 
@@ -134,8 +136,8 @@ class AwsFamily:
         del resource, ids
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """A place on each GPU; with a daemon of ours also a part of its memory and compute, which
-        the daemon enforces.
+        """A share of each GPU, on which each id counts as one holder; with a daemon of ours it also
+        has a part of the memory and compute, which the daemon enforces.
         """
         del resource  # the ids are enough
         counts = collections.Counter(_devices(ids))
@@ -152,12 +154,13 @@ class AwsFamily:
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Choose ids of one GPU, the fullest with room (aws D7) among those of the lowest rank; if
-        none has room, of as few as possible.
+        """Choose ids of one GPU, the fullest with room (aws D7) among those of the lowest
+        `Neighbours.rank` (GPUs that serve this family come first); if none has room, of as few as
+        possible.
         """
-        rank = {entry.id: place for place, entry in enumerate(resource.ids)}
+        position = {entry.id: place for place, entry in enumerate(resource.ids)}
         device_of = {entry.id: entry.device for entry in resource.ids}
-        usable = sorted((id_ for id_ in available if id_ in rank), key=rank.__getitem__)
+        usable = sorted((id_ for id_ in available if id_ in position), key=position.__getitem__)
         totals = collections.Counter(device_of.values())
         request = IdRequest(
             usable,

@@ -103,15 +103,15 @@ class NvidiaFamily:
             )
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """Return an exclusive share of all of a whole device. The share of a replica is one place
-        on its device and, with MPS, the part of memory and compute that MPS enforces.
+        """Return an exclusive share of all of a whole device. Each replica counts as one holder of
+        its device; with MPS its share has the part of memory and compute that MPS enforces.
 
         Ids of earlier settings are read as well; those of other plugins are left out.
         """
         offered = self._offers(inventory).resource(resource)
         counts = collections.Counter(one_by_one(ids))
         behind = devices_behind(ids)
-        # without WSL it is the id of another plugin
+        # without WSL the id `EVERY_GPU` is one of another plugin
         if (any_whole := behind.pop(EVERY_GPU, None)) is not None and self._options.wsl:
             behind |= {gpu.uuid: any_whole for gpu in inventory.gpus}
         return tuple(
@@ -131,11 +131,11 @@ class NvidiaFamily:
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
         """Choose by the policy that fits the resource (see `_policy`), among the GPUs of the lowest
-        ranks.
+        ranks (`Neighbours.rank`: those that serve this family come first).
 
         A policy for replicas that the operator has set counts before the ranks.
         """
-        known = {entry.id: (rank, entry.device) for rank, entry in enumerate(resource.ids)}
+        known = {entry.id: (place, entry.device) for place, entry in enumerate(resource.ids)}
         usable = sorted((id_ for id_ in available if id_ in known), key=lambda id_: known[id_][0])
         device_of = {id_: device for id_, (_, device) in known.items()}
         gpu_of = {
@@ -168,7 +168,7 @@ class NvidiaFamily:
             if (device := _EVERY.get(uuid) or visible_device(uuid, inventory))
         ]
         if self._options.iktos:  # which sorts them (iktos §I.5)
-            found.sort(key=_place if self._options.lists.id_strategy == "index" else _uuid)
+            found.sort(key=_by_index if self._options.lists.id_strategy == "index" else _by_uuid)
         edits = edits_of(found, self._options.lists, number=answer_number(resource.name, ids))
         if resource.sharing is SharingMode.MPS:
             edits = edits.joined(mps_edits(resource, one_by_one(ids), inventory, self._options.mps))
@@ -200,7 +200,7 @@ class NvidiaFamily:
 
     def _part(self, uuid: str, count: int, offered: Resource | None, inventory: Inventory) -> Share:
         """Return the share of ``count`` replicas of a device. Time-slicing limits nothing, so
-        nothing but the place is booked.
+        no memory and compute are booked.
         """
         if offered is None or offered.sharing is not SharingMode.MPS:
             return Share(uuid)
@@ -218,11 +218,11 @@ class NvidiaFamily:
         )
 
 
-def _place(device: VisibleDevice) -> tuple[int | str, ...]:
+def _by_index(device: VisibleDevice) -> tuple[int | str, ...]:
     return tuple(map(int, device.index.split(":"))) if device.uuid != EVERY_GPU else ()
 
 
-def _uuid(device: VisibleDevice) -> tuple[int | str, ...]:
+def _by_uuid(device: VisibleDevice) -> tuple[int | str, ...]:
     return (device.uuid,)
 
 

@@ -153,8 +153,8 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
                 single=sharing.mps.fail_requests_greater_than_one,
             ),
         )
-        theirs = settings.section(Iktos)
-        entries = iktos.entries(theirs.resource_config)
+        iktos_settings = settings.section(Iktos)
+        entries = iktos.entries(iktos_settings.resource_config)
         if not entries:
             return options
         return msgspec.structs.replace(
@@ -166,7 +166,7 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
             separator=IKTOS_SEPARATOR,
             suffix_always=True,
             fail_requests_greater_than_one=False,
-            unit_mib=_UNITS_MIB[theirs.automatic_unit],
+            unit_mib=_UNITS_MIB[iktos_settings.automatic_unit],
         )
 
 

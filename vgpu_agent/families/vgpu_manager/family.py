@@ -128,8 +128,8 @@ class VgpuManagerFamily:
             count = container.limits.get(self._options.keys.number, 0)
             if not 0 < count <= MAX_CARDS:  # users may write any number there
                 continue
-            number = Resource(self._options.keys.number, FAMILY, ())
-            asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
+            resource = Resource(self._options.keys.number, FAMILY, ())
+            asked = Question(resource, pod, container.name, ("",) * count, pod.node, inventory, ())
             try:
                 claim = claimed_cards(asked, self._options)
             except RequestRefusedError:
@@ -140,7 +140,7 @@ class VgpuManagerFamily:
             if container.kind is not ContainerKind.INIT:
                 memory.update({card.uuid: card.memory_mib for card in claim.cards})
         offered = {gpu.uuid: memory_mib(gpu, self._options) for gpu in inventory.gpus}
-        if any(booked > offered[uuid] for uuid, booked in memory.items()):
+        if any(claimed > offered[uuid] for uuid, claimed in memory.items()):
             return {}  # more than a card has, so the containers can never all start
         return named
 
@@ -201,8 +201,8 @@ class VgpuManagerFamily:
             driver_version=question.inventory.driver_version,
             cuda_version=question.inventory.cuda_version,
         )
-        number = answer_number(question.resource.name, question.ids)
-        return Provision(edits_of(devices, options.lists, number=number)).joined(
+        answer = answer_number(question.resource.name, question.ids)
+        return Provision(edits_of(devices, options.lists, number=answer)).joined(
             self._backend.provision(target)
         )
 

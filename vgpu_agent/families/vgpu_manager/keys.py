@@ -31,7 +31,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> str:
-        """Slots of cards: one for each container that may share a card. Only its ids are booked."""
+        """Each card has one id for each container that may share it. Only these ids are booked."""
         return self._key("vgpu-number")
 
     @property

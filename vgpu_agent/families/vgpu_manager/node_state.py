@@ -56,9 +56,9 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     """Return the annotations and labels of a node with these GPUs, and what must not be there.
 
     A GPU that cannot be given to a new container of this family now is announced as unhealthy: one
-    that is unhealthy, excluded, beyond the library's reach, or that serves another family.
-    Schedulers skip unhealthy GPUs and still count the pods on them; nothing else in the text keeps
-    pods away.
+    that is unhealthy, excluded, not among the 16 that libvgpu-control.so can limit, or that serves
+    another family. Schedulers skip unhealthy GPUs and still count the pods on them; nothing else in
+    the text keeps pods away.
     """
     inventory, keys = view.inventory, options.keys
     if not inventory.version:
@@ -72,7 +72,7 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     def is_healthy(gpu: Gpu) -> bool:
         if gpu.uuid in never:
             return False
-        # A divided GPU has no slots, and schedulers recognise it by the field `mig`.
+        # A divided GPU has no ids of ``vgpu-number``; schedulers recognise it by the field `mig`.
         return gpu.present and gpu.health.ok if gpu.mig_enabled else free.get(gpu.uuid, False)
 
     healthy = {gpu.uuid: is_healthy(gpu) for gpu in inventory.gpus}
@@ -91,8 +91,8 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
 
 def _stale(view: NodeView, options: VgpuManagerOptions) -> dict[str, None]:
     """Return the resources that the Node must not have, because the kubelet would keep them for
-    ever (vgpu-manager §2.2): lists for quotas whose gate is off, and MIG profiles without an
-    instance.
+    ever (vgpu-manager §2.2): ``vgpu-cores`` and ``vgpu-memory`` where their gate is off, and MIG
+    profiles without an instance.
 
     Other plugins may offer instances by the same names, so those names are removed only where they
     are at 0. ``vgpu-number`` stays, at 0: where a Node lacks a resource, the kubelet starts pods

@@ -1,5 +1,5 @@
-"""The offer of a node in the words of `vgpu-manager`: slots of cards, one for each container that
-may share a card; and, for quotas, the cards' compute and memory (vgpu-manager §2.1, §2.2).
+"""The offer of a node in the words of `vgpu-manager`: one id for each container that may share a
+card; and, for quotas, the cards' compute and memory (vgpu-manager §2.1, §2.2).
 
 Only ``vgpu-number`` is booked and answered. Compute and memory are lists of ids that schedulers and
 quotas count. Called by `family` with each inventory.
@@ -34,7 +34,7 @@ _SETTINGS = "vgpuManager"
 
 
 def shared_gpus(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Gpu, ...]:
-    """Return the GPUs that ``vgpu-number`` offers slots of, by number.
+    """Return the GPUs that ``vgpu-number`` has ids of, in the order of `Inventory.numbered`.
 
     Excluded ones are among them: they are advertised as unhealthy and not hidden (vgpu-manager
     §2.1). The strategy `SINGLE` is for nodes whose GPUs are all divided, so there are none.
@@ -86,16 +86,16 @@ def resources_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Res
     A list for quotas that is too long for the kubelet is left out, see `cautions_of`.
 
     Raises:
-        OfferError: the slots alone do not fit into a message of the kubelet.
+        OfferError: the ids of ``vgpu-number`` alone do not fit into a message of the kubelet.
     """
     gpus = shared_gpus(inventory, options)
     if not gpus:
         return ()
-    number = _number(gpus, inventory, options)
-    if excess := _excess(number):
-        raise OfferError({number.name: f"{excess}; {number.ids_setting}: choose less"})
+    booked = _booked(gpus, inventory, options)
+    if excess := _excess(booked):
+        raise OfferError({booked.name: f"{excess}; {booked.ids_setting}: choose less"})
     fitting = (each for each in _counted(inventory, options) if not _excess(each))
-    return (number, *fitting)
+    return (booked, *fitting)
 
 
 def offered_names(inventory: Inventory, options: VgpuManagerOptions) -> frozenset[str]:
@@ -132,14 +132,14 @@ def cautions_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[str,
     return tuple(cautions)
 
 
-def _number(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptions) -> Resource:
-    slots = NumberedIds(
+def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptions) -> Resource:
+    ids = NumberedIds(
         tuple(IdBlock(f"{gpu.uuid}::", options.split, gpu.uuid, gpu.numa_node) for gpu in gpus)
     )
     return Resource(
         options.keys.number,
         FAMILY,
-        slots,
+        ids,
         holders_per_device=options.split,
         memory_scaling=options.memory_scaling,
         cores_scaling=options.cores_scaling,
