@@ -217,12 +217,12 @@ class RepeatedLines(logging.Filter):
     def _passes(self, record: logging.LogRecord) -> bool:
         now = self._clock()
         if now >= self._ends_at:
-            self._tell_ended(now)
+            self._report_ended(now)
         kind, most = _kind(record)
         window = self._windows.get(kind)
         if window is None:
             if len(self._windows) >= _MAX_KINDS:
-                self._tell_ended(float("inf"))
+                self._report_ended(float("inf"))
             window = self._windows[kind] = _Window(now + _WINDOW_SECONDS)
             self._ends_at = min(self._ends_at, window.ends_at)
         if kind[1] == _SUPPRESSED or window.passed < most:
@@ -231,7 +231,7 @@ class RepeatedLines(logging.Filter):
         window.suppressed += 1
         return False
 
-    def _tell_ended(self, now: float) -> None:
+    def _report_ended(self, now: float) -> None:
         ended = {kind: window for kind, window in self._windows.items() if window.ends_at <= now}
         for kind in ended:
             del self._windows[kind]

@@ -315,15 +315,15 @@ class PodCache:
         also those that have just ended.
         """
         if self._in_order is None:
-            believed = {pod.uid: pod for pod in self._believed().values()}
+            mirrors = {pod.uid: pod for pod in self._confirmed_mirrors().values()}
             ended = (pod for pod, _ in self._ended.values())
-            known = (believed.get(pod.uid, pod) for pod in self._pods.values())
+            known = (mirrors.get(pod.uid, pod) for pod in self._pods.values())
             self._in_order = tuple(sorted((*known, *ended), key=operator.attrgetter("bound")))
         return self._in_order
 
     def get(self, kubelet_uid: str) -> Pod | None:
         """The pod that the kubelet knows under that UID."""
-        known = self._pods.get(kubelet_uid) or self._believed().get(kubelet_uid)
+        known = self._pods.get(kubelet_uid) or self._confirmed_mirrors().get(kubelet_uid)
         return known or self._ended.get(kubelet_uid, (None, 0.0))[0]
 
     def named(self, namespace: str, name: str) -> Pod | None:
@@ -334,7 +334,7 @@ class PodCache:
         ]
         last = max(found, key=lambda pod: pod.bound, default=None)
         return (
-            self._believed().get(last.claimed_uid, last)
+            self._confirmed_mirrors().get(last.claimed_uid, last)
             if last is not None and last.mirror
             else last
         )
@@ -419,8 +419,8 @@ class PodCache:
         if pod.uid not in self._pods:
             self._bound.pop(pod.uid, None)
             return
-        believed = self._believed().get(pod.claimed_uid)
-        static_uid = believed.static_uid if believed is not None and believed.uid == pod.uid else ""
+        mirror = self._confirmed_mirrors().get(pod.claimed_uid)
+        static_uid = mirror.static_uid if mirror is not None and mirror.uid == pod.uid else ""
         now, placed = self._clock(), self._placed(pod).as_static(static_uid)
         self._drop(pod.uid)
         self._bound.pop(pod.uid, None)
@@ -528,6 +528,7 @@ class PodCache:
         return True
 
     def _placed(self, pod: Pod) -> Pod:
+        """Return the pod with its place in the order of binding (`Pod.bound`)."""
         name = (pod.namespace, pod.name)
         of_name = self._uids.setdefault(name, set())
         if len(of_name) < _MAX_OF_A_NAME:
@@ -540,8 +541,8 @@ class PodCache:
             self._bound[pod.uid] = self._last_bound
         return msgspec.structs.replace(pod, bound=self._bound[pod.uid], static_uid="")
 
-    def _believed(self) -> Mapping[str, Pod]:
-        """The mirrors of static pods, by the kubelet's UID."""
+    def _confirmed_mirrors(self) -> Mapping[str, Pod]:
+        """The mirrors of static pods that the kubelet has confirmed, by the kubelet's UID."""
         if self._static is None:
             found: dict[str, Pod] = {}
             for pod in self._pods.values():

@@ -1,8 +1,8 @@
 """The ledger's sums: what is booked of each device, what is left, and what must never be.
 
 Pure functions on devices, resources and grants, called by `book` for every change and every audit.
-A grant counts for a resource when both belong to one family and the grant was made under the
-present settings; grants from earlier settings are not subject to the present limits.
+A grant counts for a resource when both belong to one family. Where ids name devices, it must also
+have been made under the present settings; older ones are not subject to the present limits.
 """
 
 from __future__ import annotations

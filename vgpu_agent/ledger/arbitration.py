@@ -51,7 +51,7 @@ class Arbitration:
         self.claims: tuple[Claim, ...] = ()
         self.oldest_claims: Mapping[str, Claim] = {}
         self._active_families: frozenset[str] = frozenset()
-        self._withheld: frozenset[str] = frozenset()
+        self._withheld_families: frozenset[str] = frozenset()
         self._reset()
         # a cache: version of the offers and devices that it is for, GPUs by family
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = (
@@ -63,7 +63,7 @@ class Arbitration:
         self._withdrawals = Withdrawals(self._clock)
         self._turns = Turns(self._clock, self._withdrawals.lasts_seconds)
         self._drains = Drains(self._clock)
-        self._is_new = True
+        self._is_new = True  # nothing has used the three since
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -78,8 +78,8 @@ class Arbitration:
 
     def withhold(self, families: Iterable[str]) -> bool:
         """Give no turns to ``families``; return whether these are others than before."""
-        withheld, before = frozenset(families), self._withheld
-        self._withheld = withheld
+        withheld, before = frozenset(families), self._withheld_families
+        self._withheld_families = withheld
         return withheld != before
 
     def claim(self, claims: Iterable[Claim]) -> bool:
@@ -209,7 +209,7 @@ class Arbitration:
             self._offered_gpus = (
                 self._offers.version,
                 self._devices,
-                {name: frozenset(found) for name, found in gpus.items()},
+                {name: frozenset(uuids) for name, uuids in gpus.items()},
             )
         return frozenset().union(
             *(gpus for name, gpus in self._offered_gpus[2].items() if name != family)
@@ -220,7 +220,7 @@ class Arbitration:
     @property
     def _able_families(self) -> frozenset[str]:
         """Return the families whose pods can start now."""
-        return self._active_families - self._withheld
+        return self._active_families - self._withheld_families
 
     def _gpu_of(self, device: str) -> str:
         return known.gpu if (known := self._devices.get(device)) else device

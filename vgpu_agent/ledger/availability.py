@@ -116,6 +116,9 @@ def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:
 
 
 def _kept(gpu: str, resource: Resource, known: Context) -> str:
+    """Explain why a claim or a turn of another family keeps the GPU from ``resource``;
+    empty when none does.
+    """
     reason = why_kept(gpu, resource.family, known.claims) or known.why_waits(gpu, resource.family)
     return "" if reason and known.lasts(gpu, resource.family) else reason
 

@@ -95,8 +95,8 @@ class Ledger:
         self._grants = Grants(self._offers)
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
         self._arbitration = Arbitration(self._offers, self._grants, self._cordons, clock)
-        self._listed = False
-        self._passes = 0
+        self._listed = False  # whether the kubelet was given a list of ids (`listing`)
+        self._passes = 0  # readings of the kubelet's records so far
         # neither the first reading of the kubelet's records nor a later one has shown the holders
         self._holders_unknown = False
         # whether the kubelet has reported all that was held when this process started
@@ -142,7 +142,7 @@ class Ledger:
 
     def withhold(self, families: Iterable[str]) -> None:
         """Give no turns to ``families``, whose resources are not offered
-        to the kubelet at the moment.
+        to the kubelet at the moment. In a turn, a returned GPU is offered to one family alone.
         """
         if self._arbitration.withhold(families):
             self._changed()
@@ -272,8 +272,10 @@ class Ledger:
                         if grant.resource == resource
                     )
                 )
-            given = (offered.ids.device(id_) for id_ in held)
-            return usable - sum(device is not None and not trouble[device] for device in given)
+            held_devices = (offered.ids.device(id_) for id_ in held)
+            return usable - sum(
+                device is not None and not trouble[device] for device in held_devices
+            )
         return sum(not trouble[entry.device] and entry.id not in held for entry in offered.ids)
 
     def resource(self, name: str) -> Resource:
@@ -459,8 +461,8 @@ class Ledger:
         the next one, or, rarely, the kubelet has given the id to two pods (kubelet §7). Asking
         again for ids without a named holder gives the same grant (kubelet V15). Where the pod
         decides, ``shares`` are empty (late binding) or those of the pod that Allocate guessed
-        (early). With ``may_overcommit`` a scheduler decided them, and more compute or holders than
-        a device has are booked.
+        (early), and ``decided_for`` is that pod's UID and the container. With ``may_overcommit`` a
+        scheduler decided them, and more compute or holders than a device has are booked.
 
         Raises:
             UnknownDeviceError: the resource or an id is not offered; nothing is booked.
@@ -534,7 +536,7 @@ class Ledger:
         container that has ended, or a pod that has. Device and room are checked unless these very
         shares were decided for the container before, and not only found in records. Grants in
         ``ended`` keep their ids and lose their shares: their containers must have ended before this
-        one starts.
+        one starts. ``evidence`` says how the owner was proven, and what decided the shares.
 
         With ``may_overcommit`` a scheduler decided, and more compute or holders than a device has
         are booked; memory never. The same applies to shares that the ledger has for this container
@@ -700,8 +702,10 @@ class Ledger:
         self._passes += not ended_only
         # A kubelet that was started a moment ago lists no pod at first; it has its checkpoint from
         # the beginning.
-        speaks = bool(records.holdings) or self._passes > 1
-        self.rebuilt = self.rebuilt or records.entries is not None or (records.complete and speaks)
+        lists_pods = bool(records.holdings) or self._passes > 1
+        self.rebuilt = (
+            self.rebuilt or records.entries is not None or (records.complete and lists_pods)
+        )
         unknown_before, self._holders_unknown = (
             self._holders_unknown,
             not self.rebuilt and (initial or self._holders_unknown),
@@ -782,17 +786,17 @@ class Ledger:
         *,
         firm: bool = False,
     ) -> None:
-        """Go back to ``before`` and raise when ``grant`` is too much for a device of ``wanted``;
-        ``firm`` as for `overbooked`.
+        """Go back to ``before`` and raise when ``grant`` is too much for a device of ``wanted``.
+        With ``firm``, only the compute and the holders that no scheduler decided are looked at.
         """
         excess = self._overbooked(resource, firm=firm) if wanted else {}
         for device in wanted:
-            if found := excess.get(device):
+            if too_much := excess.get(device):
                 self._grants.restore(before)
-                refused = CapacityError if not found.decidable else OvercommitError
+                refused = CapacityError if not too_much.decidable else OvercommitError
                 raise refused(
                     f"{_called(device, wanted)} has no room: "
-                    f"{found.refusal(self._part(resource, grant, device))}",
+                    f"{too_much.refusal(self._part(resource, grant, device))}",
                     device=device,
                 )
 

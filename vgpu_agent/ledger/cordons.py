@@ -2,14 +2,14 @@
 Each owner lifts its own cordon only.
 
 `book` holds one of these. A GPU can have two cordons at once: it is being divided, and no runtime
-can name it yet. Lifting the first must not lift the other.
+can resolve its CDI name yet. Lifting the first must not lift the other.
 """
 
 from __future__ import annotations
 
 
 class Cordons:
-    """State: device → keeper → reason."""
+    """State: device → owner of the cordon → reason."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, dict[str, str]] = {}

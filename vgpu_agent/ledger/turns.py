@@ -94,8 +94,8 @@ class Turns:
         now = self._clock()
         for gpu in self._rounds.keys() & in_use.keys():
             del self._rounds[gpu]
-        for gpu, waiting in list(self._rounds.items()):
-            self._leave_out(gpu, waiting, candidates(gpu), now)
+        for gpu, round_ in list(self._rounds.items()):
+            self._leave_out(gpu, round_, candidates(gpu), now)
         for gpu in sorted(self._in_use.keys() - in_use.keys()):
             families, before = candidates(gpu), self._in_use[gpu]
             if len(families) < 2:
@@ -108,19 +108,19 @@ class Turns:
             self._rounds[gpu] = _Round(order, now + TURN_SECONDS)
         self._in_use = in_use
 
-    def _leave_out(self, gpu: str, waiting: _Round, able: Sequence[str], now: float) -> None:
+    def _leave_out(self, gpu: str, round_: _Round, able: Sequence[str], now: float) -> None:
         """Give the turns of families that can grant nothing (any more) to those after them,
         so that no turn is wasted.
         """
-        gone = waiting.turn + waiting.pausing
-        past, coming = waiting.families[:gone], waiting.families[gone:]
+        gone = round_.turn + round_.pausing
+        past, coming = round_.families[:gone], round_.families[gone:]
         if all(family in able for family in coming):
             return
-        if not waiting.pausing and coming[0] not in able:
-            past, waiting.turn, waiting.until = [], 0, now + TURN_SECONDS
+        if not round_.pausing and coming[0] not in able:
+            past, round_.turn, round_.until = [], 0, now + TURN_SECONDS
         coming = [family for family in coming if family in able]
-        waiting.families = past + coming
-        if not coming or len(waiting.families) < 2:
+        round_.families = past + coming
+        if not coming or len(round_.families) < 2:
             del self._rounds[gpu]
 
     def why_waits(self, gpu: str, family: str) -> str:

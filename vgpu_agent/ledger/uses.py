@@ -114,17 +114,17 @@ def held_back(
     for device, trouble in troubles.items():
         if trouble:
             by_reason.setdefault(trouble, []).append(device)
-    found = []
+    groups = []
     for reason, held in by_reason.items():
         gpus = tuple(
             dict.fromkeys(devices[device].gpu if device in devices else device for device in held)
         )
         family = by_gpu[gpus[0]].family if gpus[0] in by_gpu else ""
         in_use = bool(family) and reason == availability.serves(family)
-        found.append(
+        groups.append(
             HeldBack(reason, family if in_use else "", gpus, sum(counts[device] for device in held))
         )
-    return tuple(found)
+    return tuple(groups)
 
 
 def _use(gpu: str, grants: Sequence[Grant], claims: tuple[Claim, ...]) -> GpuUse:

@@ -7,8 +7,9 @@ fails a pod for which it has no Healthy id. So the count on the Node goes down f
 stay Healthy at the kubelet until schedulers have had time to read the new count. Pods that come in
 that time get what their scheduler saw.
 
-That is for GPUs that are kept for others (claims, turns), never for those that another family has
-or that are unhealthy. `book` holds one of these and reports every change to it.
+That is for GPUs that are kept for others (claims, turns), and, where the pod decides, for those
+that another family has; never for unhealthy ones. Such a time of a GPU and a family is a
+*withdrawal*. `arbitration` holds one `Withdrawals` and reports every change to it.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ class Withdrawals:
     def follow(
         self, offered: Collection[tuple[str, str]], number: int, *, listed: bool = True
     ) -> bool:
-        """Take note of each (GPU, family) that is offered now; whether any is offered no longer.
+        """Take note of each (GPU, family) that is offered now; tell whether
+        any is offered no longer.
 
         Args:
             offered: each GPU and each family that is offered it.
-            number: that of the round, if this is one.
-            listed: whether the kubelet has been sent a list yet; otherwise nothing lasts.
+            number: the number of the round, if this call begins one.
+            listed: whether the kubelet has been sent a list yet; otherwise it has nothing to keep.
         """
         now, before, self._offered = self._clock(), self._offered, frozenset(offered)
         for each in self._until.keys() & self._offered:
@@ -91,11 +93,11 @@ class Withdrawals:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the next one is complete, 0 for one that is; None when there is none."""
+        """Seconds until the next withdrawal is over, 0 if one is; None when there is none."""
         return max(0.0, min(self._until.values()) - self._clock()) if self._until else None
 
     def end(self) -> bool:
-        """Forget those that are complete; whether there were any."""
+        """Forget the withdrawals that are over; tell whether there were any."""
         now = self._clock()
         over = [each for each, until in self._until.items() if until <= now]
         for each in over:

@@ -28,7 +28,9 @@ _PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just starte
 
 
 class Control:
-    """The daemon of one plan, running or not. State: none; the daemon's answers count."""
+    """The daemon of one plan (its directories, GPUs and limits), running or not.
+    State: none; the daemon's answers count.
+    """
 
     def __init__(self, plan: DaemonPlan, tool: HostTool, *, timeout_seconds: float) -> None:
         self._plan, self._tool, self._timeout = plan, tool, timeout_seconds
@@ -139,6 +141,7 @@ class Control:
         processes.end([pid], self._plan.pipe)
 
     async def _threads(self) -> float:
+        """The compute limit of the daemon in percent, which is the answer to `PROBE`."""
         answer = await self.tell(PROBE)
         try:
             percentage = float(answer)

@@ -76,7 +76,7 @@ class Daemon:
         self._plan = plan  # of the daemon that runs or is about to
         self._wanted: DaemonPlan | None = plan
         self._in_use_by_others: frozenset[str] = frozenset()
-        self._news = asyncio.Event()
+        self._news = asyncio.Event()  # something else is wanted
         seconds = host_tools.COMMAND_TIMEOUT_SECONDS
         self._control_binary = HostTool(host_tools.CONTROL_BINARY, timeout_seconds=seconds)
         self._modes = ComputeModes(
@@ -90,7 +90,7 @@ class Daemon:
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
 
     def want(self, plan: DaemonPlan | None, in_use_by_others: frozenset[str] = frozenset()) -> None:
-        """Set the desired daemon to that of ``plan``, or none;
+        """Set the desired daemon to that of ``plan`` (its directories, GPUs and limits), or none;
         ``in_use_by_others`` are those of its GPUs that containers hold through another resource
         now.
         """
@@ -102,7 +102,7 @@ class Daemon:
         """Explain why a resource with that plan must not be offered now; None when it may."""
         if trouble := self.status.trouble:
             return Withheld(trouble, temporary=self.status.state is MpsState.STARTING)
-        if self._plan.covers(plan):
+        if self._plan.covers(plan):  # the same, or the same with more GPUs
             return None
         return Withheld("its MPS control daemon is about to receive other limits", temporary=True)
 
@@ -135,7 +135,8 @@ class Daemon:
                 await self._pause(backoff.pause())
 
     async def retire(self) -> None:
-        """End the daemon and give its GPUs back; only while no container holds a share.
+        """End the daemon and give its GPUs back (set their default compute mode);
+        only while no container holds a share.
 
         Raises:
             MpsError: one of these steps fails.
@@ -215,7 +216,7 @@ class Daemon:
         await asyncio.to_thread(directories.remember, self._plan)
         try:
             difference = await control.difference()
-            await self._count(control)
+            await self._read_processes(control)
         except MpsDaemonGoneError:
             await self._start(control)
             return
@@ -239,6 +240,9 @@ class Daemon:
             await self._start(control)
 
     async def _replace_silent(self, control: Control, err: MpsError) -> None:
+        """Replace a daemon whose process lives and that answers nothing usable;
+        raise ``err`` if there is no such process.
+        """
         if not await asyncio.to_thread(control.has_process):
             raise err
         # The daemon does not name its clients now, so the pods count.
@@ -252,7 +256,7 @@ class Daemon:
         await control.quit()
         await self._start(control)
 
-    async def _count(self, control: Control) -> None:
+    async def _read_processes(self, control: Control) -> None:
         self._servers, self.status.clients = await control.process_ids()
 
     async def _start(self, control: Control) -> None:
@@ -273,7 +277,7 @@ class Daemon:
         """Set the limits for servers to come, and separately for those that run already."""
         for command in self._plan.commands:
             await control.tell(command)
-        await self._count(control)
+        await self._read_processes(control)
         for server in self._servers:
             for command in self._plan.commands_for(server):
                 await control.tell(command)
@@ -379,7 +383,7 @@ class Daemon:
                 resource=self._plan.resource,
                 previous=difference,
             )
-        await self._count(control)
+        await self._read_processes(control)
         self.status.limits_seen_at = time.time()
         for line in await asyncio.to_thread(self._tail.read) if self._tail else ():
             _logger.info("mps.control_log", resource=self._plan.resource, line=line)

@@ -1,6 +1,8 @@
 """Directories, marks and shared memory of MPS control daemons,
 and the label that lets containers use them under SELinux.
 
+A *pipe* here is a directory, as in NVIDIA's variable CUDA_MPS_PIPE_DIRECTORY; a *mark* is an empty
+file by which other programs see the state of a daemon.
 Called by `daemon` and `supervision`, in threads, because every call may block on a disk. Paths:
 nvidia §11.1 and §11.2.
 """
@@ -34,7 +36,7 @@ _LABEL = b"system_u:object_r:container_file_t:s0\0"
 _LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
 _FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
 _MAX_LABELLED = 256
-# What a daemon makes in the directory of its pipe.
+# What a daemon makes in its pipe.
 _PIPE_FILES = (
     "control",
     "control_lock",
@@ -159,7 +161,7 @@ def clear(plan: DaemonPlan) -> None:
 
 
 def remove_pipe(plan: DaemonPlan) -> None:
-    """Remove the pipe of a daemon that has ended for good, and its directory.
+    """Remove the pipe of a daemon that has ended for good, and the daemon's directory.
     A directory that is mounted or has other files stays.
     """
     for name in _PIPE_FILES:

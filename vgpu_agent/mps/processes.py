@@ -1,9 +1,9 @@
 """The processes of a daemon, found without trusting anything that its clients could have written.
 
-The directory of a pipe is mounted into containers, whose root may write there. A process id in it
-can be any process's, and the file can be a link or a pipe without a writer. An agent that trusted
-it would kill one tenant's process for another. Called by `control` and `daemon`, in threads,
-because every call looks at the file system.
+The pipe of a daemon (its directory CUDA_MPS_PIPE_DIRECTORY) is mounted into containers, whose root
+may write there. A process id in it can be any process's, and the file can be a link or a FIFO
+without a writer. An agent that trusted it would kill one tenant's process for another. Called by
+`control` and `daemon`, in threads, because every call looks at the file system.
 """
 
 from __future__ import annotations

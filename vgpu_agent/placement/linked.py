@@ -62,6 +62,7 @@ def best_set(
     scores = {
         one: {other: score(one, other) for other in devices if other != one} for one in devices
     }
+    # of each device: the score of its links to ``beside``
     fixed = {one: sum(score(one, other) for other in beside) for one in devices}
     different = {worth for by_other in scores.values() for worth in by_other.values()}
     if len(different) == 1 and len(set(fixed.values())) == 1:

@@ -168,18 +168,19 @@ def _on_one(request: IdRequest) -> list[str]:
         if id_ not in request.required:
             free[request.device_of[id_]].append(id_)
     wanted = request.size - len(request.required)
-    bound = {request.device_of[id_] for id_ in request.required}
-    if len(bound) > 1:
+    of_required = {request.device_of[id_] for id_ in request.required}
+    if len(of_required) > 1:
         raise CapacityError(
-            f"{', '.join(request.required)} are of {len(bound)} devices, and all must be of one"
+            f"{', '.join(request.required)} are of {len(of_required)} devices, and all must be of "
+            "one"
         )
-    fitting = [device for device in (bound or free) if len(free[device]) >= wanted]
+    fitting = [device for device in (of_required or free) if len(free[device]) >= wanted]
     if not fitting:
-        most = max((len(free[device]) for device in (bound or free)), default=0)
-        which = f"the device of {', '.join(request.required)}" if bound else "no device"
+        most = max((len(free[device]) for device in (of_required or free)), default=0)
+        which = f"the device of {', '.join(request.required)}" if of_required else "no device"
         raise CapacityError(
             f"{request.size} ids of one device are requested, {which} has "
-            f"{'only' if bound else 'more than'} {most + len(request.required)}"
+            f"{'only' if of_required else 'more than'} {most + len(request.required)}"
         )
     fullest = min(fitting, key=lambda device: (request.rank(device), len(free[device])))
     return [*request.required, *free[fullest][:wanted]]

@@ -77,8 +77,9 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 def favour(policy: str, free_parts: Sequence[float]) -> float:
-    """Return the score of a card for a device policy; ``free_parts`` are the parts of its slots,
-    memory and compute that are free, from 0 to 1.
+    """Return the score of a card for a device policy; ``free_parts`` are the parts of its slots
+    (places for containers, ``--device-split-count``), memory and compute that are free, from 0 to
+    1.
     """
     sign = {BINPACK: -1.0, SPREAD: 1.0}.get(policy, 0.0)
     return sign * 100 * sum(free_parts) / len(free_parts)

@@ -23,7 +23,7 @@ from vgpu_agent.isolation.registry import VGPU_CONTROL
 from vgpu_agent.runtime import host_files
 from vgpu_agent.runtime.container_usage import HostProcesses
 from vgpu_agent.runtime.delivered_library import Recognition, write_if_different
-from vgpu_agent.runtime.elf import loads
+from vgpu_agent.runtime.elf import code_loads
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
@@ -75,7 +75,7 @@ def _layout(library: SharedObject, content: bytes) -> str:
         file
         for magic, file in _MAGICS.items()
         # A compiler may also leave a number among the constants.
-        if not loads(library, content, magic) and magic.to_bytes(4, "little") not in content
+        if not code_loads(library, content, magic) and magic.to_bytes(4, "little") not in content
     ]
     if missing:
         raise HostFileError(

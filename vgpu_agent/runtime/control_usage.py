@@ -116,9 +116,9 @@ class ControlledUses:
         self._pause_seconds = pause_seconds
         self._changes = ChangeFilter()
         self._own_thread = OwnThread("use of controlled containers")
-        # the limits that containers started with, by the directory's name
+        # the limits that containers started with, by the directory's name and the card's index
         self._initial_limits: dict[str, Mapping[int, SlotLimit]] = {}
-        # names of the directories whose limits were looser at the last reading
+        # names of the directories whose limits were looser at the last reading than at the start
         self._looser: frozenset[str] = frozenset()
 
     async def run(self) -> None:

@@ -96,7 +96,7 @@ class SharedObject:
         if program_count > _MAX_PROGRAMS or program_size != _PROGRAM.size:
             raise ElfError(f"is damaged: {program_count} program headers of {program_size} bytes")
         segments = list(self._segments(programs, program_count))
-        self._loads = [segment for kind, segment in segments if kind == _LOAD]
+        self._load_segments = [segment for kind, segment in segments if kind == _LOAD]
         dynamic = [segment for kind, segment in segments if kind == _DYNAMIC_SEGMENT]
         if not dynamic:
             raise ElfError("has no dynamic segment, so no program can load it")
@@ -117,7 +117,9 @@ class SharedObject:
     def code(self) -> Iterator[tuple[int, int]]:
         """Yield (begin, end) in the file of each part that is mapped executable."""
         return (
-            (one.offset, one.offset + one.size) for one in self._loads if one.flags & _EXECUTABLE
+            (one.offset, one.offset + one.size)
+            for one in self._load_segments
+            if one.flags & _EXECUTABLE
         )
 
     def _require(self, size: int) -> None:
@@ -187,10 +189,10 @@ class SharedObject:
             self._place(_SYMTAB, "table of symbols") + index * _SYMBOL.size,
             "its table of symbols",
         )
-        called = self._place(_STRTAB, "table of names") + begin
+        name_at = self._place(_STRTAB, "table of names") + begin
         if (
             begin + len(name) >= self._tags.get(_STRSZ, 0)
-            or self._content[called : called + len(name) + 1] != name + b"\0"
+            or self._content[name_at : name_at + len(name) + 1] != name + b"\0"
         ):
             return False
         if (
@@ -201,7 +203,8 @@ class SharedObject:
         ):
             return False
         return any(
-            one.flags & _EXECUTABLE and 0 <= value - one.address < one.size for one in self._loads
+            one.flags & _EXECUTABLE and 0 <= value - one.address < one.size
+            for one in self._load_segments
         )
 
     def _place(self, tag: int, table: str) -> int:
@@ -209,7 +212,7 @@ class SharedObject:
         if tag not in self._tags:
             raise ElfError(f"has no {table}, so it exports nothing")
         address = self._tags[tag]
-        for one in self._loads:
+        for one in self._load_segments:
             if 0 <= address - one.address < one.size:
                 return one.offset + address - one.address
         raise ElfError(f"is damaged: its {table} is at {address:#x}, outside of the file")
@@ -226,7 +229,7 @@ class SharedObject:
         return layout.unpack_from(self._content, offset)
 
 
-def loads(library: SharedObject, content: bytes, number: int) -> bool:
+def code_loads(library: SharedObject, content: bytes, number: int) -> bool:
     """Tell whether the library's code has an instruction that loads the number."""
     # on x86-64 an operand, elsewhere a constant among the code
     plain = number.to_bytes(4, "little")

@@ -111,6 +111,7 @@ class GrantDirectory:
         # Replaced as a whole by the thread that has changed a file, so that the event loop reads it
         # without a lock.
         self._records: dict[str, GrantRecord] = {}
+        # those without a spec, which were answered in full in Allocate
         self._prepared: dict[str, GrantRecord] = {}
         self._changing = threading.Lock()
         self._locks = tuple(threading.Lock() for _ in range(_LOCK_COUNT))
@@ -497,8 +498,8 @@ class GrantDirectory:
         """Return the provision for a slot if the container's directory gets one,
         and unchanged if the directory is on the disk.
         """
-        # A remade directory of an earlier version has hard links to the files, so these must be on
-        # the same file system.
+        # If the container still mounts the directory of an earlier version of the agent (`remade`),
+        # that has hard links to the files, so these must be on the same file system.
         if (
             provision.collected
             and not provision.remade

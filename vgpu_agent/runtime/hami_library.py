@@ -13,7 +13,7 @@ from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation import hami_core, hami_region
 from vgpu_agent.isolation.registry import HAMI_CORE
 from vgpu_agent.runtime.delivered_library import Recognition
-from vgpu_agent.runtime.elf import loads
+from vgpu_agent.runtime.elf import code_loads
 
 if TYPE_CHECKING:
     from vgpu_agent.runtime.elf import SharedObject
@@ -62,13 +62,13 @@ def _layout(library: SharedObject, content: bytes) -> str:
         )
     # A region of the wrong layout would mean no limit at all (hami-core §0.3.10).
     for size, version in _OTHER_LAYOUTS.items():
-        if loads(library, content, size):
+        if code_loads(library, content, size):
             raise HostFileError(
                 f"is of {version}, whose shared region ({size} bytes) does not have layout "
                 f"{_SHOWN_LAYOUT}, so it would not limit anything; deliver the library of HAMi "
                 "2.8.2 or newer"
             )
-    if not loads(library, content, _OUR_LAYOUT):
+    if not code_loads(library, content, _OUR_LAYOUT):
         raise HostFileError(
             f"has a shared region of unknown layout: the size of layout {_SHOWN_LAYOUT}, "
             f"{_OUR_LAYOUT}, is not in its code, so nothing shows that it reads the agent's "

@@ -158,8 +158,8 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
     """Make the file as its `HostFile` describes.
 
     An existing file with the same content stays. One that containers have mounted keeps its inode
-    and gets ``renewed`` in place. One without mounts was left by an ended container. It is replaced
-    by a fresh one, so that its old entries burden no new container.
+    and gets the parts ``renewed`` in place. One without mounts was left by an ended container. It
+    is replaced by a fresh one, so that its old entries burden no new container.
 
     Raises:
         HostFileError: it cannot be made.
@@ -308,8 +308,9 @@ def _make_parents(path: str) -> None:
 
 
 def _remake(provision: Provision) -> None:
-    """Make `Provision.before` again, with the files of the grant under the names that they have
-    in its own directory.
+    """Make `Provision.before` again, the directory that an earlier version of the agent has given
+    to the container, with the files of the grant under the names that they have in its own
+    directory.
     """
     move_aside(provision.before)
     make_directory(provision.before)

@@ -1,9 +1,10 @@
 """The change of a limit under a container that runs, by the protocol of ``vgpu.config``.
 
-The library has the file mapped and reads a card's slot without a lock: it takes what it has read
-when the slot's sequence number was even and the same before and after, and tries again otherwise.
-A writer locks the slot's bytes, makes the number odd, writes, and makes it even (vgpu-manager
-§7.7). So a reader never acts on one half of the old limits and one half of the new.
+The library has the file mapped and reads a card's slot, its part of the file, without a lock: it
+takes what it has read when the slot's sequence number was even and the same before and after, and
+tries again otherwise. A writer locks the slot's bytes, makes the number odd, writes, and makes it
+even (vgpu-manager §7.7). So a reader never acts on one half of the old limits and one half of the
+new.
 
 The agent writes to the file and does not map it. Each write takes and gives back the file's lock
 in the kernel, so the three become visible in their order on every processor. A killed agent leaves
@@ -101,7 +102,7 @@ def _lock(descriptor: int, path: str, start: int) -> None:
         else:
             return
         held = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, start))
-        if _FLOCK.unpack(held)[0] == fcntl.F_RDLCK and not _is_written(descriptor, start):
+        if _FLOCK.unpack(held)[0] == fcntl.F_RDLCK and not _has_writer(descriptor, start):
             return
         if time.monotonic() > until:
             raise HostFileError(
@@ -111,7 +112,7 @@ def _lock(descriptor: int, path: str, start: int) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _is_written(descriptor: int, start: int) -> bool:
+def _has_writer(descriptor: int, start: int) -> bool:
     """Tell whether a writer has a lock behind that of a reader: the kernel names one of them."""
     read_lock = _lock_of(fcntl.F_RDLCK, start)
     held = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, read_lock)

@@ -1,9 +1,10 @@
 """The registry of containers' processes (vgpu-manager §9).
 
 The library of `isolation.vgpu_control` has to know which processes of a GPU belong to its own
-container. In client mode it does not look into the host's /proc, which would show every tenant's
-processes to every other. Instead each process that uses a GPU calls this service on a unix socket,
-and the agent writes the numbers of *all* processes of its container into the container's own list.
+container. In client mode (``vgpuControl.processes: client``) it does not look into the host's
+/proc, which would show every tenant's processes to every other. Instead each process that uses a
+GPU calls this service on a unix socket, and the agent writes the numbers of *all* processes of its
+container into the container's own list.
 
 The claims of the caller are not used. The kernel names the calling process and its container
 (`cgroups`), and the kubelet's status of the pod has the container's name. The call must name the
@@ -70,7 +71,7 @@ WAIT_SECONDS = 60.0
 # How often lists are compared with the cgroups; vgpu-manager's registry does so only at a call
 # (vgpu-manager §9). A process begins to use a GPU some time after it has started.
 REFRESH_SECONDS = 1.0
-_GUARD_SECONDS = 5.0
+_GUARD_SECONDS = 5.0  # between two checks that the socket is still ours
 _LOCK_SECONDS, _LOCK_PAUSE_SECONDS = 1.0, 0.01
 _WORK_SECONDS = 10.0  # the longest that one piece of work on files may take
 _SILENT_SECONDS = 15.0  # a connection without a call in progress is ended after so long
@@ -167,7 +168,7 @@ class ProcessRegistry:
         self._connections: list[_Connection] = []  # oldest first
         self._calls = Allowance()
         self._registered: dict[tuple[str, str], _Registered] = {}
-        self._any = asyncio.Event()
+        self._any = asyncio.Event()  # some container has registered
         self._changes = log.ChangeFilter()
 
     @property
@@ -241,7 +242,9 @@ class ProcessRegistry:
             lost()
             accepted.close()
             raise
-        made.silence = asyncio.get_running_loop().call_later(_SILENT_SECONDS, self._is_silent, made)
+        made.silence = asyncio.get_running_loop().call_later(
+            _SILENT_SECONDS, self._end_if_silent, made
+        )
 
     def _busiest(self) -> _Connection:
         """The oldest connection of the container that has the most."""
@@ -249,12 +252,12 @@ class ProcessRegistry:
         most = max(members, key=members.count)
         return next(one for one in self._connections if one.caller.member == most)
 
-    def _is_silent(self, connection: _Connection) -> None:
+    def _end_if_silent(self, connection: _Connection) -> None:
         if not connection.calls:
             connection.end()
             return
         connection.silence = asyncio.get_running_loop().call_later(
-            _SILENT_SECONDS, self._is_silent, connection
+            _SILENT_SECONDS, self._end_if_silent, connection
         )
 
     def _listen(self) -> tuple[socket.socket, SocketIdentity]:
@@ -345,7 +348,7 @@ class ProcessRegistry:
         while True:
             seen = self._pods.revision.version
             pod = self._pods.get(request.pod_uid)
-            if pod is not None and _is(pod, request.container, member.container_id):
+            if pod is not None and _has_name(pod, request.container, member.container_id):
                 return
             if (left := until - time.monotonic()) <= 0:
                 missing = (
@@ -401,7 +404,9 @@ class ProcessRegistry:
     def _look(
         self, owners: dict[tuple[str, str], _Registered]
     ) -> dict[tuple[str, str], str | None]:
-        """Return why a list could not be written, or ""; None where the container has ended."""
+        """Write the lists that have changed. Return why one could not be written, or "";
+        None where the container has ended.
+        """
         outcomes: dict[tuple[str, str], str | None] = {}
         for owner, one in owners.items():
             new = process_list.encode(self._cgroups.processes(one.member))
@@ -474,7 +479,7 @@ class ProcessRegistry:
         return await thread.run(str(self._containers), call, seconds=_WORK_SECONDS)
 
 
-def _is(pod: Pod, name: str, container_id: str) -> bool:
+def _has_name(pod: Pod, name: str, container_id: str) -> bool:
     """Tell whether the container of that id has that name.
 
     Raises:

@@ -101,7 +101,7 @@ class ObjectStore:
             resource: {} for resource in KINDS
         }
         self._history: list[Change] = []
-        self._kept = history
+        self._max_history = history
         self._forgotten = 0  # the version up to which changes are no longer in the history
         self._numbers = itertools.count(1)
 
@@ -326,8 +326,8 @@ class ObjectStore:
         if not self._history:
             self._forgotten = change.version - 1
         self._history.append(change)
-        if len(self._history) > 2 * self._kept:
-            del self._history[: -self._kept]
+        if len(self._history) > 2 * self._max_history:
+            del self._history[: -self._max_history]
             self._forgotten = self._history[0].version - 1
         self.revision.publish(change.version)
 

@@ -210,7 +210,7 @@ class ApiServer:
             return await self._watch(web_request, request, fault)
         if request.is_write:
             await _call(self.before_write, request)
-        code, answer = self._done(request)
+        code, answer = self._carry_out(request)
         if request.is_write:
             await _call(self.after_write, request)
         if fault is not None and fault.kind is FaultKind.LOST_ANSWER:
@@ -256,7 +256,7 @@ class ApiServer:
                 pass
         return None
 
-    def _done(self, request: Request) -> tuple[int, object]:
+    def _carry_out(self, request: Request) -> tuple[int, object]:
         """Carry the request out; return the HTTP status and the answer's JSON."""
         resource, _, subresource = request.resource.partition("/")
         name, namespace, body = request.name, request.namespace, request.body or {}
@@ -415,7 +415,7 @@ class ApiServer:
             for change in changes:
                 position = change.version
                 if change.resource == request.resource and (
-                    line := _seen(change, request.namespace, selector)
+                    line := _event_of(change, request.namespace, selector)
                 ):
                     await response.write(line)
             try:
@@ -447,7 +447,7 @@ _SUCCESS: Object = {
 }
 
 
-def _seen(change: Change, namespace: str, selector: Selector) -> bytes:
+def _event_of(change: Change, namespace: str, selector: Selector) -> bytes:
     """Return the event of a change for a watch of that namespace and selector; empty when it gets
     none.
     """
@@ -471,8 +471,8 @@ def _seen(change: Change, namespace: str, selector: Selector) -> bytes:
     return b""
 
 
-def _event(kind: str, thing: Any) -> bytes:
-    return msgspec.json.encode({"type": kind, "object": thing}) + b"\n"
+def _event(kind: str, item: Any) -> bytes:
+    return msgspec.json.encode({"type": kind, "object": item}) + b"\n"
 
 
 def _delete_options(options: Any) -> dict[str, Any]:
