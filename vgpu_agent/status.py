@@ -48,7 +48,7 @@ class PluginState(enum.StrEnum):
     WAITING = "waiting for kubelet"
     SERVING = "serving, not registered"
     REGISTERED = "registered"
-    DRAINING = "draining"
+    DRAINING = "draining"  # it is being stopped
     STOPPED = "stopped"
     FAILED = "failed"
 

@@ -105,11 +105,12 @@ class SimulatedCluster:
             backoff_min_seconds=retry_seconds, backoff_max_seconds=retry_seconds
         )
         self._pods: dict[str, Pod] = {}  # admitted, by UID
-        self._seen: set[str] = set()
-        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._seen: set[str] = set()  # UIDs of the pods that kubelet has admitted or rejected
+        # by UID: the task that starts the containers of an admitted pod
+        self._pod_tasks: dict[str, asyncio.Task[None]] = {}
         self._exit = contextlib.AsyncExitStack()
 
-    # Life
+    # Start and stop
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.directory.mkdir, parents=True, exist_ok=True)
@@ -121,6 +122,7 @@ class SimulatedCluster:
         await self._exit.enter_async_context(self._supervisor)
         self._supervisor.start("node status", self._publish)
         self._supervisor.start("pods", self._follow_pods)
+        # the stand-in for kube-scheduler
         self._supervisor.start("plain scheduler", lambda: run_plain_scheduler(self.objects))
         return self
 
@@ -136,7 +138,7 @@ class SimulatedCluster:
         self._supervisor.start("volcano", scheduler.run)
 
     async def stop_volcano(self) -> None:
-        """Stop it; it has no state to lose."""
+        """Stop the stand-in for Volcano's scheduler; it has no state to lose."""
         await self._supervisor.stop("volcano")
 
     async def start_extender(self, settings: ExtenderSettings | None = None) -> None:
@@ -148,28 +150,28 @@ class SimulatedCluster:
         self._supervisor.start("extender", extender.run)
 
     async def stop_extender(self) -> None:
-        """Stop it; it has no state to lose."""
+        """Stop the stand-in for vgpu-manager's scheduler; it has no state to lose."""
         await self._supervisor.stop("extender")
 
     async def reboot(self) -> None:
         """Lose what a reboot loses: processes, kubelet's connections and all CDI specs.
         Containers start again when they can.
         """
-        for task in self._lives.values():
+        for task in self._pod_tasks.values():
             task.cancel()
-        await asyncio.gather(*self._lives.values(), return_exceptions=True)
-        self._lives = {}
+        await asyncio.gather(*self._pod_tasks.values(), return_exceptions=True)
+        self._pod_tasks = {}
         await self.kubelet.stop()
         await asyncio.to_thread(shutil.rmtree, self.cdi_directory, ignore_errors=True)
         await self.kubelet.restart()
         for uid, pod in self._pods.items():
-            self._begin_life(uid, pod)
+            self._begin_pod(uid, pod)
 
     # The cluster's objects
 
     @property
     def objects(self) -> Any:
-        """The object store, for looking and for changes without a request."""
+        """The API server's object store, to read and change objects without a request."""
         return self.api.objects
 
     def create_node(self, **metadata: Any) -> Object:
@@ -324,7 +326,7 @@ class SimulatedCluster:
     def finish(self, name: str, phase: str = "Succeeded") -> None:
         """Let all containers of a pod end for good."""
         uid = self.pod(name)["metadata"]["uid"]
-        self._end_life(uid)
+        self._end_pod(uid)
         PodStatus(self.objects, self.pod(name)).phase(phase)
 
     async def admit_in_order(self, names: Iterable[str]) -> None:
@@ -377,7 +379,7 @@ class SimulatedCluster:
                     continue
                 present.add(metadata["uid"])
                 if metadata.get("deletionTimestamp"):
-                    self._end_life(metadata["uid"])
+                    self._end_pod(metadata["uid"])
                     self.objects.delete(
                         "pods",
                         metadata["name"],
@@ -391,7 +393,7 @@ class SimulatedCluster:
                     self._seen.add(metadata["uid"])
                     await self._admit(item)
             for uid in [uid for uid in self._pods if uid not in present]:
-                self._end_life(uid)
+                self._end_pod(uid)
 
     async def _admit(self, item: Object) -> None:
         metadata, spec = item["metadata"], item["spec"]
@@ -409,22 +411,24 @@ class SimulatedCluster:
             statuses.phase("Failed", reason=err.reason, message=str(err))
             return
         self._pods[metadata["uid"]] = pod
-        self._begin_life(metadata["uid"], pod)
+        self._begin_pod(metadata["uid"], pod)
 
-    def _begin_life(self, uid: str, pod: Pod) -> None:
-        life = asyncio.get_running_loop().create_task(self._live(uid, pod), name=f"pod {pod.name}")
-        self._lives[uid] = life  # ended by `_end_life`, or with the cluster
-        self._exit.callback(life.cancel)
+    def _begin_pod(self, uid: str, pod: Pod) -> None:
+        task = asyncio.get_running_loop().create_task(
+            self._run_containers(uid, pod), name=f"pod {pod.name}"
+        )
+        self._pod_tasks[uid] = task  # ended by `_end_pod`, or with the cluster
+        self._exit.callback(task.cancel)
 
-    def _end_life(self, uid: str) -> None:
-        if (life := self._lives.pop(uid, None)) is not None:
-            life.cancel()
+    def _end_pod(self, uid: str) -> None:
+        if (task := self._pod_tasks.pop(uid, None)) is not None:
+            task.cancel()
         if (pod := self._pods.pop(uid, None)) is not None:
             pod.ended = True
 
-    async def _live(self, uid: str, pod: Pod) -> None:
+    async def _run_containers(self, uid: str, pod: Pod) -> None:
         """Start the containers in order: init containers first,
-        and each plain one ends before the next.
+        and each of them that is no sidecar ends before the next.
         """
         item = next(one for one in self.objects.list("pods") if one["metadata"]["uid"] == uid)
         statuses = PodStatus(self.objects, item)
@@ -472,9 +476,9 @@ def _container(name: str, limits: Mapping[str, int]) -> Object:
 
 
 def _variables(pod: Object, container: str) -> dict[str, str]:
-    of_it = (one for one in pod["spec"]["containers"] if one["name"] == container)
+    matching = (one for one in pod["spec"]["containers"] if one["name"] == container)
     return {
-        variable["name"]: variable["value"] for one in of_it for variable in one.get("env") or ()
+        variable["name"]: variable["value"] for one in matching for variable in one.get("env") or ()
     }
 
 

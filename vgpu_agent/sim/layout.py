@@ -10,8 +10,9 @@ import ctypes
 from typing import Final
 
 MAGIC: Final = 0x314D495355504756
-LAYOUT: Final = 1
+LAYOUT: Final = 1  # the version of this layout
 NONE: Final = 0xFFFFFFFF  # SIM_NONE: no NUMA node, no MIG instance, no return code, not supported
+# Offset of the byte by which the first process slot is locked; it lies beyond the end of the file.
 LOCK_BASE: Final = 0x40000000
 
 GPUS: Final = 16
@@ -94,9 +95,10 @@ class MigDevice(ctypes.Structure):
 class Process(ctypes.Structure):
     """``struct sim_process``: one slot for a process that uses a GPU."""
 
+    # the values of `kind`
     FREE: Final = 0
-    FIXED: Final = 1
-    LIVE: Final = 2
+    FIXED: Final = 1  # shown under a pid that was written, whether or not such a process exists
+    LIVE: Final = 2  # shown while a process holds the lock of the slot
 
     _fields_ = (
         ("kind", _u32),
@@ -118,8 +120,9 @@ class Process(ctypes.Structure):
 class Gpu(ctypes.Structure):
     """``struct sim_gpu``: everything NVML can be asked about one GPU."""
 
+    # the values of `lost`
     ANSWERS: Final = 0
-    LOST_BUT_KNOWN: Final = 1
+    LOST_BUT_KNOWN: Final = 1  # only its identity (UUID, index…) can still be queried
     LOST_ENTIRELY: Final = 2
 
     _fields_ = (

@@ -55,20 +55,22 @@ def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
         )
     requests = [_request(gpu, text) for text in profiles]
     starts = _place(requests)
-    names = (
+    chosen_uuids = (
         list(uuids)
         if uuids is not None
         else [_uuid(gpu, start, request) for start, request in zip(starts, requests, strict=True)]
     )
-    if len(names) != len(requests):
+    if len(chosen_uuids) != len(requests):
         raise SimulationError(
-            f"{len(names)} UUIDs for {len(requests)} MIG instances; give one for each, or none at "
-            "all"
+            f"{len(chosen_uuids)} UUIDs for {len(requests)} MIG instances; give one for each, or "
+            "none at all"
         )
     ctypes.memset(ctypes.byref(gpu.mig_devices), 0, ctypes.sizeof(gpu.mig_devices))
     gpu.mig_current = gpu.mig_pending = int(bool(requests))
-    for slot, (request, start, name) in enumerate(zip(requests, starts, names, strict=True)):
-        _fill(gpu, slot, request, start, name)
+    for slot, (request, start, mig_uuid) in enumerate(
+        zip(requests, starts, chosen_uuids, strict=True)
+    ):
+        _fill(gpu, slot, request, start, mig_uuid)
 
 
 def copy(source: Gpu, target: Gpu) -> None:
@@ -135,7 +137,7 @@ def _uuid(gpu: Gpu, start: int, request: Request) -> str:
     return f"MIG-{uuid.uuid5(uuid.NAMESPACE_OID, f'{gpu.uuid.decode()}/{start}/{request.text}')}"
 
 
-def _fill(gpu: Gpu, slot: int, request: Request, start: int, name: str) -> None:
+def _fill(gpu: Gpu, slot: int, request: Request, start: int, mig_uuid: str) -> None:
     profile, device = request.profile, gpu.mig_devices[slot]
     whole = request.compute_slices == profile.slices
     shown = profile.name.decode() if whole else f"{request.compute_slices}c.{profile.name.decode()}"
@@ -151,6 +153,6 @@ def _fill(gpu: Gpu, slot: int, request: Request, start: int, name: str) -> None:
     for engines in ("copy_engines", "decoders", "encoders", "jpegs", "ofas", "memory_mib"):
         setattr(device, engines, getattr(profile, engines))
     device.placement_start, device.placement_size = start, profile.placement_size
-    device.uuid = name.encode()
+    device.uuid = mig_uuid.encode()
     device.name = f"{gpu.name.decode()} MIG {shown}".encode()
     device.used = 1

@@ -18,8 +18,9 @@ NvLink = Literal["none", "cube-mesh", "switch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigProfile:
-    """One way to cut an instance out of a GPU; units and codes as explained at the head of
-    models.toml.
+    """One way to cut an instance out of a GPU: ``profile`` is its NVML_GPU_INSTANCE_PROFILE_*,
+    ``id`` the profile id that instances carry, ``size`` and ``starts`` count memory slices. Units
+    and codes as explained at the head of models.toml.
     """
 
     name: str
@@ -80,7 +81,7 @@ def _model(key: str, table: dict[str, Any]) -> Model:
 @cache
 def models() -> dict[str, Model]:
     """Every model by its key, in the order of the file."""
-    # a simulated agent reads no models, and should start as quickly as a real one
+    # an agent on simulated GPUs reads no models, and should start as quickly as a real one
     import tomllib  # noqa: PLC0415
 
     text = Path(__file__).with_name("models.toml").read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ NONSENSE = "\x00\ufffd lorem ipsum\n"
 CLIENT = "CLIENT"
 
 _GIB_MIB = 1024
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _PEER = struct.Struct("3i")
 
 
@@ -56,7 +56,7 @@ def main(arguments: list[str], directory: str) -> int:
     if arguments:
         sys.stderr.write(f"Unknown option {arguments[0]}\n")
         return 1
-    return _tell(pipe, commands, directory)
+    return _send_commands(pipe, commands, directory)
 
 
 def record(directory: str, tool: str, arguments: list[str], commands: list[str]) -> None:
@@ -103,7 +103,7 @@ def _faults(directory: str) -> dict[str, Any]:
 # The program that is started for each command -----------------------------------------------------
 
 
-def _tell(pipe: str, commands: list[str], directory: str) -> int:
+def _send_commands(pipe: str, commands: list[str], directory: str) -> int:
     for command in commands:
         if (kind := fault(directory, command.split()[0])) and kind != "forget":
             return misbehave(kind)
@@ -130,8 +130,8 @@ def _client(pipe: str) -> int:
             )
             return 1
         control.sendall(CLIENT.encode() + b"\n")
-        while greeting := control.recv(4096):
-            sys.stdout.write(greeting.decode())
+        while limits := control.recv(4096):
+            sys.stdout.write(limits.decode())
             sys.stdout.flush()
     sys.stderr.write("CUDA error 806: MPS server is not ready to accept new MPS client requests\n")
     return 1
@@ -190,17 +190,18 @@ class _Daemon:
     """The control daemon and its server.
 
     State: the defaults that were set; the server process, which the first client starts and which
-    keeps the limits of that moment; the sockets of its clients, by process id. A server that dies
-    takes its clients with it.
+    takes the defaults of that moment as its limits; the sockets of its clients, by process id. A
+    server that dies takes its clients with it.
     """
 
     def __init__(self, listener: socket.socket, pipe: str, directory: str, log: int) -> None:
         self._listener, self._pipe, self._directory, self._log_file = listener, pipe, directory, log
         self._threads = 100.0
         self._memory: dict[str, int] = {}
-        # its process id, and our ends of two pipes: one that it holds open, one that it reads
+        # its process id, and the daemon's ends of two pipes: one that the server holds open while
+        # it runs, one that the server reads
         self._server: tuple[int, int, int] | None = None
-        self._frozen: tuple[float, dict[str, int]] = (100.0, {})
+        self._server_limits: tuple[float, dict[str, int]] = (100.0, {})
         self._clients: dict[socket.socket, int] = {}
 
     def serve(self) -> None:
@@ -214,7 +215,7 @@ class _Daemon:
                 *self._clients,
                 *([self._server[1]] if self._server else []),
             ]
-            ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
+            ready, _, _ = select.select(watched, [], [], _CHECK_SECONDS)
             if not ready and not os.path.exists(os.path.join(self._pipe, "control")):
                 # The simulated node was deleted. The real one would stay for ever, but this daemon
                 # must not be left on the machine.
@@ -279,12 +280,12 @@ class _Daemon:
 
     def _of_server(self, command: str, values: list[str]) -> str:
         """Answer a command to a running server, whose limits apply to later clients."""
-        threads, memory = self._frozen
+        threads, memory = self._server_limits
         match command, values:
             case "get_client_list", []:
                 return "".join(f"{pid}\n" for pid in self._clients.values())
             case "set_active_thread_percentage", [percentage]:
-                self._frozen = (float(percentage), memory)
+                self._server_limits = (float(percentage), memory)
                 return f"{float(percentage)}\n"
             case "get_active_thread_percentage", []:
                 return f"{threads}\n"
@@ -310,34 +311,38 @@ class _Daemon:
         if self._server is None:
             self._start_server(uid)
         self._clients[connection] = pid
-        threads, memory = self._frozen
+        threads, memory = self._server_limits
         limits = ",".join(f"{device}={mib}M" for device, mib in sorted(memory.items()))
         connection.sendall(f"threads={threads} memory={limits}\n".encode())
 
     def _start_server(self, uid: int) -> None:
-        life, held = os.pipe()
-        ours, theirs = os.pipe()
+        alive_read, alive_write = os.pipe()
+        stop_read, stop_write = os.pipe()
         pid = os.fork()
         if pid == 0:
-            # The server holds `held` open while it runs, and ends when the daemon closes `theirs`.
-            os.close(theirs)
+            # The server holds `alive_write` open while it runs, and ends when the daemon closes
+            # `stop_write`.
+            os.close(stop_write)
             self._listener.close()
             for client in self._clients:
                 client.close()
-            os.read(ours, 1)
+            os.read(stop_read, 1)
             while _faults(self._directory).get("server") == "orphan":
                 time.sleep(0.05)
             os._exit(0)
-        os.close(held)
-        os.close(ours)
-        self._server, self._frozen = (pid, life, theirs), (self._threads, dict(self._memory))
+        os.close(alive_write)
+        os.close(stop_read)
+        self._server, self._server_limits = (
+            (pid, alive_read, stop_write),
+            (self._threads, dict(self._memory)),
+        )
         self._log(f"Starting new server {pid} for user {uid}")
 
     def _lose_server(self) -> None:
         if self._server is None:
             return
-        pid, life, theirs = self._server
-        for descriptor in (theirs, life):
+        pid, alive_read, stop_write = self._server
+        for descriptor in (stop_write, alive_read):
             os.close(descriptor)
         os.waitpid(pid, 0)
         self._log(f"Server {pid} exited with status 0")

@@ -46,11 +46,11 @@ class MpsTools:
             tools.control,
             [sys.executable, "-I", "-S", str(_PACKAGE / "mps_control.py"), str(directory)],
         )
-        search = f"PYTHONPATH={shlex.quote(str(_PACKAGE.parent.parent))} "
+        variables = f"PYTHONPATH={shlex.quote(str(_PACKAGE.parent.parent))} "
         _program(
             tools.smi,
             [sys.executable, "-m", "vgpu_agent.sim.nvidia_smi", str(directory), str(node)],
-            search,
+            variables,
         )
         return tools
 
@@ -124,6 +124,6 @@ def end_daemon(pipe: Path | str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _program(path: Path, words: list[str], search: str = "") -> None:
-    path.write_text(f'#!/bin/sh\n{search}exec {shlex.join(words)} "$@"\n')
+def _program(path: Path, words: list[str], variables: str = "") -> None:
+    path.write_text(f'#!/bin/sh\n{variables}exec {shlex.join(words)} "$@"\n')
     path.chmod(0o755)

@@ -91,6 +91,7 @@ def is_locked(state_path: Path, gpu: int, slot: int) -> bool:
 
 
 def _request(gpu: int, slot: int) -> bytes:
+    """Return the ``struct flock`` of a slot's lock."""
     return struct.pack(
         _FLOCK, fcntl.F_WRLCK, os.SEEK_SET, layout.LOCK_BASE + gpu * layout.PROCESSES + slot, 1, 0
     )

@@ -46,8 +46,8 @@ CONTROL_FUNCTIONS = (*FUNCTIONS, "cuMemCreate")
 CONTROL_MAGICS = (0x56474346, 0x564D4E44, 0x534D4E44)
 CONTROL_VARIABLE = b"MANAGER_COMPATIBILITY_MODE"
 
-_SHARED_OBJECT, _LOAD, _DYNAMIC = 3, 1, 2
-_READ_EXECUTE, _READ = 5, 4
+_SHARED_OBJECT, _LOAD, _DYNAMIC = 3, 1, 2  # ET_DYN, PT_LOAD, PT_DYNAMIC
+_READ_EXECUTE, _READ = 5, 4  # PF_R | PF_X, PF_R
 _HEAD = 64 + 3 * 56  # the header and three program headers
 _TRAPS = {AARCH64: b"\x00\x00\x20\xd4"}  # brk #0
 _TRAP = b"\x0f\x0b\x90\x90"  # ud2
@@ -124,7 +124,7 @@ def shared_object(
     machine = this_machine() if machine is None else machine
     code = (code + bytes(-len(code) % 4)) + _TRAPS.get(machine, _TRAP)
     end_of_code = _HEAD + len(code)
-    names, symbols = b"\0", bytes(24)
+    names, symbols = b"\0", bytes(24)  # the string table, and the table of symbols
     for name in (*exports, *imports):
         section, value = (1, end_of_code - 4) if name in exports else (0, 0)
         # global, a function
@@ -141,6 +141,7 @@ def shared_object(
         places.append(at + len(tables))
         tables += part + bytes(-len(part) % 8)
     dynamic_at = at + len(tables)
+    # DT_SYMTAB, DT_STRTAB, DT_STRSZ, DT_SYMENT, DT_HASH, DT_NULL
     tags = ((6, places[0]), (5, places[1]), (10, len(names)), (11, 24), (4, places[2]), (0, 0))
     dynamic = b"".join(struct.pack("<qQ", *tag) for tag in tags)
     size = dynamic_at + len(dynamic)

@@ -117,7 +117,7 @@ class SimulatedNode:
             SimulationError: a value cannot be used, a node is there already, or the directory
                 cannot be written.
         """
-        kind = model_of(model)
+        gpu_model = model_of(model)
         if not 1 <= gpus <= layout.GPUS:
             raise SimulationError(f"cannot simulate {gpus} GPUs; choose 1 to {layout.GPUS}")
         nodes = list(numa) if numa is not None else [0] * gpus
@@ -126,10 +126,14 @@ class SimulatedNode:
                 f"NUMA nodes {','.join(map(str, nodes))} do not suit {gpus} GPUs; give one for "
                 "each, -1 to 31"
             )
-        names = list(uuids) if uuids is not None else creation.default_uuids(kind, gpus, seed)
-        if len(names) != gpus:
-            raise SimulationError(f"{len(names)} UUIDs do not suit {gpus} GPUs; give one for each")
-        creation.check_uuids(names)
+        gpu_uuids = (
+            list(uuids) if uuids is not None else creation.default_uuids(gpu_model, gpus, seed)
+        )
+        if len(gpu_uuids) != gpus:
+            raise SimulationError(
+                f"{len(gpu_uuids)} UUIDs do not suit {gpus} GPUs; give one for each"
+            )
+        creation.check_uuids(gpu_uuids)
         state = directory / STATE_FILE
         if state.exists() and not force:
             raise SimulationError(
@@ -139,9 +143,9 @@ class SimulatedNode:
         fresh = layout.Node()
         creation.fill(
             fresh,
-            kind,
+            gpu_model,
             numa_nodes=nodes,
-            uuids=names,
+            uuids=gpu_uuids,
             driver_version=driver_version,
             cuda_version=cuda_version,
         )

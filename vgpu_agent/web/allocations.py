@@ -50,10 +50,10 @@ def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
 
     Unconfirmed reservations are shown for every pod, because each of them may be for that pod.
     """
-    known = Limits(status)
+    limits = Limits(status)
     found = {
         "allocations": allocations(status, now) if pod is None else of_pod(status, now, pod),
-        "unconfirmed": tuple(_view(status, grant, now, known) for grant in unconfirmed(status)),
+        "unconfirmed": tuple(_view(status, grant, now, limits) for grant in unconfirmed(status)),
         "refusals": tuple(
             refusal
             for refusal in binding.refusals(status, now)
@@ -65,9 +65,9 @@ def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
 
 def allocations(status: AgentStatus, now: float) -> tuple[AllocationView, ...]:
     """Every live grant, the oldest first."""
-    known = Limits(status)
+    limits = Limits(status)
     return tuple(
-        _view(status, grant, now, known)
+        _view(status, grant, now, limits)
         for grant in sorted(views.live_grants(status), key=lambda grant: grant.number)
     )
 
@@ -98,9 +98,9 @@ def unconfirmed(status: AgentStatus) -> Iterable[Grant]:
     return sorted(waiting, key=lambda grant: grant.reserved_at)
 
 
-def _view(status: AgentStatus, grant: Grant, now: float, known: Limits) -> AllocationView:
+def _view(status: AgentStatus, grant: Grant, now: float, limits: Limits) -> AllocationView:
     return AllocationView(
-        **msgspec.structs.asdict(views.grant_view(status, grant, now, known)),
+        **msgspec.structs.asdict(views.grant_view(status, grant, now, limits)),
         token=(
             grant_token(grant.resource, grant.ids)
             if grant.resource in status.ledger.decided_by_pod

@@ -201,15 +201,13 @@ def _container(
     for grant in held:
         if grant.shares or not refused:
             yield from _held(grant, container)
-            yield from _ill(status, grant)
+            yield from _unhealthy(status, grant)
             yield from _overcommitted(status, grant)
     yield from _counted_alone(status, container)
     if refused:
         return  # a start is refused only after the kubelet has asked for all resources of the pod
-    counted = status.ledger.rooms  # resources that only schedulers count have no room of their own
-    for name in sorted(
-        container.limits.keys() & counted.keys() - {grant.resource for grant in held}
-    ):
+    rooms = status.ledger.rooms  # resources that only schedulers count have no room of their own
+    for name in sorted(container.limits.keys() & rooms.keys() - {grant.resource for grant in held}):
         yield from _not_asked(status, now, pod, container, name)
 
 
@@ -219,13 +217,13 @@ def _counted_alone(status: AgentStatus, container: PodContainer) -> Iterator[str
     """
     family = {plugin.resource: plugin.family for plugin in status.plugins}
     for name in sorted(container.limits.keys() & status.ledger.only_counted):
-        giving = {
+        numbers = {  # the resources of its family that request GPUs by number
             resource
             for resource in status.ledger.decided_by_pod
             if family.get(resource) == family.get(name)
         }
-        if giving and giving.isdisjoint(container.limits):
-            number = min(giving)
+        if numbers and numbers.isdisjoint(container.limits):
+            number = min(numbers)
             yield (
                 f"Container {container.name} asks for {name} and not for {number}, so the "
                 f"kubelet gives it no GPU: ask for {number}, too."
@@ -265,7 +263,7 @@ def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
         yield f"is not served now: {reason}."
 
 
-def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
+def _unhealthy(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
     """Explain what is wrong with the devices of a container, which is usually why it fails."""
     if not status.inventory.gpus:
         return  # none has been read
@@ -374,7 +372,7 @@ def _unknown(
             f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; "
             f"the grant is {grant.state}."
         )
-        yield from _ill(status, grant)
+        yield from _unhealthy(status, grant)
         if grant.evidence:
             yield f"That is known because: {'; '.join(grant.evidence)}."
     for resource in dict.fromkeys(grant.resource for grant in grants):
@@ -396,12 +394,12 @@ def _unknown(
 
 
 def _sources(status: AgentStatus, now: float) -> Iterator[str]:
-    known = status.cluster
-    if not known.connected:
-        reason = known.disconnected_reason or "the agent is starting"
+    api_server = status.cluster
+    if not api_server.connected:
+        reason = api_server.disconnected_reason or "the agent is starting"
         yield f"the watch of pods: there is none, because {reason}"
     else:
-        watch = known.watches[0] if known.watches else None
+        watch = api_server.watches[0] if api_server.watches else None
         last_answer = (
             f", last answer {_ago(watch.last_event_at, now)}"
             if watch and watch.last_event_at
@@ -413,8 +411,8 @@ def _sources(status: AgentStatus, now: float) -> Iterator[str]:
             else ""
         )
         yield (
-            f"the watch of pods: {len(known.pods)} pods, "
-            f"{'complete' if known.pods_synced else 'not complete yet'}{last_answer}{failing}"
+            f"the watch of pods: {len(api_server.pods)} pods, "
+            f"{'complete' if api_server.pods_synced else 'not complete yet'}{last_answer}{failing}"
         )
     verified = (
         f"compared with the kubelet's records {_ago(status.ledger.verified_at, now)}"

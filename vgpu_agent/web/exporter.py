@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-SCRAPED = "/metrics"
-# How long the API server's answer about a token counts.
+SCRAPED = "/metrics"  # the path that scrapers ask for
+# How long the API server's answer about a token counts: one that allows, one that refuses.
 _KNOWN_SECONDS, _REFUSED_SECONDS = 60.0, 10.0
 _MAX_TOKENS = 64
 _LONGEST_TOKEN = 8192
@@ -40,7 +40,7 @@ CERTIFICATE_SECONDS = 5.0
 
 
 class Reviews(Protocol):
-    """The API server's decision about a scraper."""
+    """The API server's decision about a scraper: a TokenReview and a SubjectAccessReview."""
 
     async def __call__(self, token: str, path: str) -> bool:
         """Tell whether the owner of ``token`` may get ``path``.
@@ -76,7 +76,7 @@ class Scrapes:
         self._last: dict[str, tuple[float, bytes]] = {}
         # by the hash of the token: until when, and whether it is allowed
         self._known: dict[bytes, tuple[float, bool]] = {}
-        self._spare, self._counted_at = _REVIEWS_AT_ONCE, clock()
+        self._reviews_left, self._counted_at = _REVIEWS_AT_ONCE, clock()
         self._asking = asyncio.Lock()
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -130,10 +130,13 @@ class Scrapes:
     def _may_ask(self) -> bool:
         now = self._clock()
         gained = (now - self._counted_at) * _REVIEWS_A_SECOND
-        self._spare, self._counted_at = min(_REVIEWS_AT_ONCE, self._spare + gained), now
-        if self._spare < 1:
+        self._reviews_left, self._counted_at = (
+            min(_REVIEWS_AT_ONCE, self._reviews_left + gained),
+            now,
+        )
+        if self._reviews_left < 1:
             return False
-        self._spare -= 1
+        self._reviews_left -= 1
         return True
 
 
@@ -146,11 +149,11 @@ class Certificate:
     def __init__(self, options: ExporterOptions, clock: Callable[[], float]) -> None:
         self._files = (Path(options.certificate_file), Path(options.key_file))
         self._clock = clock
-        self._looked_at = clock()
+        self._checked_at = clock()
         self._trouble = ""
         try:
-            self._version = self._present()
-            self._context = self._loaded()
+            self._version = self._file_versions()
+            self._context = self._load()
         except (OSError, ValueError) as err:
             files = " and ".join(map(str, self._files))
             if isinstance(err, FileNotFoundError) and err.filename:
@@ -167,16 +170,16 @@ class Certificate:
         cannot be used.
         """
         now = self._clock()
-        if now - self._looked_at >= CERTIFICATE_SECONDS:
-            self._looked_at = now
-            await asyncio.to_thread(self._look)
+        if now - self._checked_at >= CERTIFICATE_SECONDS:
+            self._checked_at = now
+            await asyncio.to_thread(self._reload_if_changed)
         return self._context
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         try:
-            version = self._present()
+            version = self._file_versions()
             if version != self._version:
-                self._context, self._version = self._loaded(), version
+                self._context, self._version = self._load(), version
                 _logger.info("web.certificate_renewed", file=str(self._files[0]))
             self._trouble = ""
         except (OSError, ValueError) as err:
@@ -189,11 +192,11 @@ class Certificate:
                     remedy="the one before stays in use; mount a certificate with its key",
                 )
 
-    def _present(self) -> tuple[tuple[int, int], ...]:
+    def _file_versions(self) -> tuple[tuple[int, int], ...]:
         found = [file.stat() for file in self._files]
         return tuple((one.st_ino, one.st_mtime_ns) for one in found)
 
-    def _loaded(self) -> ssl.SSLContext:
+    def _load(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(*self._files)
         return context

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric as Family
+from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -77,51 +77,51 @@ class Exposition(Collector):
         content_type, encoded = self.chosen(accept)
         return encoded(), content_type
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[MetricFamily]:
         """Yield every metric of the catalogue, also if it has no value; called by the registry."""
         moment = Moment(self._status(), process_facts(), self._clock())
         for metric in self._metrics:
-            yield _family(metric, moment)
+            yield _metric_family(metric, moment)
 
 
-def _family(metric: Metric, moment: Moment) -> Family:
-    family = Family(
+def _metric_family(metric: Metric, moment: Moment) -> MetricFamily:
+    samples = MetricFamily(
         metric.name.removesuffix("_total") if metric.kind is Kind.COUNTER else metric.name,
         metric.help,
         metric.kind.value,
     )
     suffix = "_sum" if metric.kind is Kind.SUMMARY else ""
     for values, value in metric.read(moment):
-        family.add_sample(
+        samples.add_sample(
             metric.name + suffix, dict(zip(metric.labels, values, strict=True)), float(value)
         )
     if metric.read_count is not None:
         for values, value in metric.read_count(moment):
-            family.add_sample(
+            samples.add_sample(
                 metric.name + "_count", dict(zip(metric.labels, values, strict=True)), float(value)
             )
-    return family
+    return samples
 
 
 def catalogue() -> tuple[Metric, ...]:
     """Return all metrics: the agent's own, and those that families declare."""
-    return (*CATALOGUE, *_of_families())
+    return (*CATALOGUE, *_declared_by_families())
 
 
 def exported(family: FamilySpec) -> tuple[Metric, ...]:
     """Return the metrics that the family has at an address of its own."""
-    return tuple(_of(family, family.exporter.metrics)) if family.exporter is not None else ()
+    return tuple(_converted(family, family.exporter.metrics)) if family.exporter is not None else ()
 
 
-def _of_families() -> Iterator[Metric]:
+def _declared_by_families() -> Iterator[Metric]:
     """Make a line of the catalogue of each metric that a family declares. It has values only while
     its family is on.
     """
     for family in FAMILIES:
-        yield from _of(family, family.metrics)
+        yield from _converted(family, family.metrics)
 
 
-def _of(family: FamilySpec, metrics: Iterable[FamilyMetric]) -> Iterator[Metric]:
+def _converted(family: FamilySpec, metrics: Iterable[FamilyMetric]) -> Iterator[Metric]:
     for metric in metrics:
         yield Metric(metric.name, Kind.GAUGE, metric.labels, metric.help, _reading(family, metric))
 

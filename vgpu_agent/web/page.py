@@ -242,6 +242,7 @@ def _gives_amounts(overview: Overview) -> bool:
 
 
 def _given(overview: Overview, gpu: GpuView) -> str:
+    """The memory and compute that all shares of the GPU have together."""
     shares = [
         share
         for pod in overview.pods

@@ -263,8 +263,10 @@ def grants(moment: Moment) -> Iterator[Row]:
 
 def limits(moment: Moment) -> Iterator[Row]:
     """Grants whose shares are decided, by the state of their limit."""
-    known = Limits(moment.status)
-    found = ((grant.family, known.of(grant)) for grant in views.live_grants(moment.status))
+    limits_of_grants = Limits(moment.status)
+    found = (
+        (grant.family, limits_of_grants.of(grant)) for grant in views.live_grants(moment.status)
+    )
     counts = collections.Counter(
         (family, limit.state.value) for family, limit in found if limit is not None
     )

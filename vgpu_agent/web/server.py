@@ -60,7 +60,7 @@ _LONGEST_LINE_BYTES = 8190  # of a request line or a header; paths and queries o
 _MAX_HEADERS = 64
 # The limits of `KeptAnswers`, because any client on the network may ask for /metrics in a loop.
 _PART_OF_TIME = 0.05  # the part of the event loop's time that computing answers may take
-_SPARE_SECONDS = 0.5  # the computing that is possible at once: dozens of answers
+_BURST_SECONDS = 0.5  # the computing that is possible at once: dozens of answers
 _KEPT_SECONDS = 5.0
 _MAX_KEPT = 16
 
@@ -416,19 +416,21 @@ class KeptAnswers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._last: dict[Hashable, tuple[float, Any]] = {}
-        self._spare, self._counted_at = _SPARE_SECONDS, clock()
+        self._seconds_left, self._counted_at = _BURST_SECONDS, clock()
 
     def answer(self, question: Hashable, make: Callable[[], Answer]) -> Answer:
         """Return the result of ``make``, or the kept one for the same ``question``."""
         began = self._clock()
-        self._spare = min(_SPARE_SECONDS, self._spare + (began - self._counted_at) * _PART_OF_TIME)
+        self._seconds_left = min(
+            _BURST_SECONDS, self._seconds_left + (began - self._counted_at) * _PART_OF_TIME
+        )
         self._counted_at = began
         made_at, last = self._last.get(question, (float("-inf"), None))
-        if self._spare <= 0 and began - made_at < _KEPT_SECONDS:
+        if self._seconds_left <= 0 and began - made_at < _KEPT_SECONDS:
             # what is kept under a question is what its `make` returned
             return last  # type: ignore[no-any-return]
         made = make()
-        self._spare -= self._clock() - began
+        self._seconds_left -= self._clock() - began
         if question not in self._last and len(self._last) >= _MAX_KEPT:
             self._last.clear()
         self._last[question] = (began, made)
@@ -436,26 +438,30 @@ class KeptAnswers:
 
 
 class _Pace:
-    """The request rate of one connection, and the delay of its next request."""
+    """The request rate of one connection, and the delay of its next request.
 
-    __slots__ = ("_counted_at", "_spare", "requests")
+    State: the requests so far, and how many may be answered at once now; less than 0 while one
+    waits.
+    """
+
+    __slots__ = ("_counted_at", "_requests_left", "requests")
 
     def __init__(self) -> None:
         self.requests = 0
-        self._spare, self._counted_at = float(_REQUESTS_AT_ONCE), float("-inf")
+        self._requests_left, self._counted_at = float(_REQUESTS_AT_ONCE), float("-inf")
 
     def pause(self, now: float) -> float:
         """Seconds to wait before the request that arrived at ``now`` is answered; mostly 0."""
         self.requests += 1
-        self._spare = (
+        self._requests_left = (
             min(
                 float(_REQUESTS_AT_ONCE),
-                self._spare + (now - self._counted_at) * _REQUESTS_A_SECOND,
+                self._requests_left + (now - self._counted_at) * _REQUESTS_A_SECOND,
             )
             - 1
         )
         self._counted_at = now
-        return max(0.0, -self._spare / _REQUESTS_A_SECOND)
+        return max(0.0, -self._requests_left / _REQUESTS_A_SECOND)
 
 
 async def _harden(_: web.Request, response: web.StreamResponse) -> None:

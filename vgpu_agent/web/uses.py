@@ -145,7 +145,7 @@ def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]
         other for other in use.claims if other.family != claim.family and other.order < claim.order
     ]
     gpu = f"{called(status, (use.gpu,))} ({use.gpu})"
-    if not claim.named:
+    if not claim.named:  # no scheduler has named the GPU: the pod needs ids, and ids name GPUs
         yield (
             f"{gpu} has been kept for the pod since {_text(claim.since)}, and stays so until the "
             "kubelet has admitted the pod."

@@ -40,6 +40,7 @@ _GPU = "nvidia.com/gpu"
 _REPLICAS = 4
 _QUIET_SECONDS = 2
 _PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that the README's commands work
+# signals that end the demo, besides Ctrl-C
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 # exit status when the demo is ended from outside before its last scene
 _ENDED = 128 + signal.SIGTERM
@@ -108,7 +109,7 @@ class _Demo:
     def __init__(self, directory: Path, *, check: bool) -> None:
         self._directory = directory
         self._check = check
-        self._tell = Narrator()
+        self._narrator = Narrator()
         self._kubelet: SimulatedKubelet
         self._node: SimulatedNode
         self._agent: AgentProcess
@@ -121,7 +122,7 @@ class _Demo:
 
         _end_gracefully()
         began = time.monotonic()
-        self._tell.say(
+        self._narrator.say(
             "A simulated node with 2 × A100, a simulated kubelet, and the agent's own `vgpu-agent "
             "run`."
         )
@@ -143,15 +144,16 @@ class _Demo:
             config=config,
             listen=_address(_PUBLIC_PORT, ephemeral=self._check),
             debug_listen=_address(_DEBUG_PORT, ephemeral=self._check),
+            # other values for constants of the agent's modules
             constants={"vgpu_agent.gpu.watch:POLL_SECONDS": 1.0},
         )
         try:
             await self._scenes()
-            await play_volcano(self._directory / "volcano", self._tell)
-            await play_vgpu_manager(self._directory / "manager", self._tell)
-            await play_mps(self._directory / "mps", self._tell)
-            self._tell.say(
-                f"\n{self._tell.proofs} things checked in {time.monotonic() - began:.1f} s."
+            await play_volcano(self._directory / "volcano", self._narrator)
+            await play_vgpu_manager(self._directory / "manager", self._narrator)
+            await play_mps(self._directory / "mps", self._narrator)
+            self._narrator.say(
+                f"\n{self._narrator.proofs} things checked in {time.monotonic() - began:.1f} s."
             )
             if not self._check:
                 await self._stay()
@@ -177,96 +179,98 @@ class _Demo:
         await self._a_wrong_request_is_refused()
 
     async def _pods_get_their_shares(self) -> list[Pod]:
-        self._tell.scene(f"Pods get their shares ({_REPLICAS} replicas of each GPU)")
+        self._narrator.scene(f"Pods get their shares ({_REPLICAS} replicas of each GPU)")
         await self._agent.start()
         await self._agent.until_ready()
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
-        self._tell.prove(True, f"the node's allocatable shows {2 * _REPLICAS} {_GPU}")
+        self._narrator.prove(True, f"the node's allocatable shows {2 * _REPLICAS} {_GPU}")
         pods = [await self._admit(f"serve-{letter}") for letter in "abc"]
         pods.append(await self._admit("train", number=2))
-        await self._know(4)
-        self._tell.prove(
+        await self._ledger_naming(4)
+        self._narrator.prove(
             len({id_ for pod in pods for id_ in self._kubelet.ids_of(pod, "main", _GPU)}) == 5,
             "4 pods hold 5 shares, each id given once",
         )
         both = self._visible(pods[-1]).split(",")
-        self._tell.prove(len(set(both)) == 2, "the pod that asked for 2 sees two different GPUs")
-        await self._show("who got which GPU: curl {debug}/debug/pods")
+        self._narrator.prove(
+            len(set(both)) == 2, "the pod that asked for 2 sees two different GPUs"
+        )
+        await self._show_gpus("who got which GPU: curl {debug}/debug/pods")
         return pods
 
     async def _a_gpu_breaks_and_recovers(self) -> None:
-        self._tell.scene("GPU 0 falls off the bus (XID 79), and comes back")
+        self._narrator.scene("GPU 0 falls off the bus (XID 79), and comes back")
         broken = self._node.uuids[0]
         began = time.monotonic()
         self._node.xid(0, 79)
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == _REPLICAS)
-        self._tell.prove(
+        self._narrator.prove(
             True,
             f"all {_REPLICAS} shares of GPU 0 are Unhealthy at kubelet after "
             f"{time.monotonic() - began:.2f} s; GPU 1 goes on",
         )
         pod = await self._admit("while-broken")
-        self._tell.prove(self._visible(pod) != broken, "a new pod lands on the healthy GPU")
-        await self._know(5)
-        await self._show("what is wrong with it: curl {debug}/debug/devices")
+        self._narrator.prove(self._visible(pod) != broken, "a new pod lands on the healthy GPU")
+        await self._ledger_naming(5)
+        await self._show_gpus("what is wrong with it: curl {debug}/debug/devices")
         await self._kubelet.until(
             lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS, timeout_seconds=20
         )
-        self._tell.prove(
+        self._narrator.prove(
             True,
             f"{time.monotonic() - began:.1f} s after the fault it is offered again: it answers, "
             f"and was quiet for {_QUIET_SECONDS} s",
         )
 
     async def _the_agent_is_killed(self, pods: list[Pod]) -> None:
-        self._tell.scene("The agent is killed (kill -9) and started again under running pods")
-        before = {grant["pod"]: grant["ids"] for grant in (await self._know(5))["grants"]}
+        self._narrator.scene("The agent is killed (kill -9) and started again under running pods")
+        before = {grant["pod"]: grant["ids"] for grant in (await self._ledger_naming(5))["grants"]}
         await self._agent.kill()
         await self._agent.start()
         rebuilt = await self._agent.until_logged("ledger.rebuilt")
         registered = await self._agent.until_logged("plugin.registered")
-        self._tell.prove(
+        self._narrator.prove(
             rebuilt["grants"] == 5 and rebuilt["ts"] <= registered["ts"],
             "it knew all 5 pods before it registered anything",
         )
-        after = {grant["pod"]: grant["ids"] for grant in (await self._know(5))["grants"]}
-        self._tell.prove(after == before, "every pod holds the very ids it held before")
+        after = {grant["pod"]: grant["ids"] for grant in (await self._ledger_naming(5))["grants"]}
+        self._narrator.prove(after == before, "every pod holds the very ids it held before")
         await self._agent.until_ready()
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
         pod = await self._admit("after-restart")
         taken = {id_ for other in pods for id_ in self._kubelet.ids_of(other, "main", _GPU)}
-        self._tell.prove(
+        self._narrator.prove(
             not taken & set(self._kubelet.ids_of(pod, "main", _GPU)), "a new pod gets a free share"
         )
 
     async def _kubelet_restarts(self) -> None:
-        self._tell.scene("kubelet restarts: it forgets every plugin and wipes their sockets")
+        self._narrator.scene("kubelet restarts: it forgets every plugin and wipes their sockets")
         registrations = len(self._kubelet.called("Register"))
         began = time.monotonic()
         await self._kubelet.restart()
         await self._kubelet.until(lambda: len(self._kubelet.called("Register")) > registrations)
-        self._tell.prove(
+        self._narrator.prove(
             True, f"registered again {(time.monotonic() - began) * 1000:.0f} ms after it stopped"
         )
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
-        await self._know(6)
-        self._tell.prove(True, "allocatable and all 6 pods are what they were")
+        await self._ledger_naming(6)
+        self._narrator.prove(True, "allocatable and all 6 pods are what they were")
 
     async def _a_wrong_request_is_refused(self) -> None:
-        self._tell.scene("More than there is")
+        self._narrator.scene("More than there is")
         # needs the extra packages, see _run
         from vgpu_agent.sim.kubelet.faults import AdmissionError  # noqa: PLC0415
 
         try:
             await self._admit("greedy", number=3)
         except AdmissionError as err:
-            self._tell.prove(
+            self._narrator.prove(
                 "Requested: 3, Available: 1" in str(err),
                 f"refused, and nobody else is disturbed: {err}",
             )
         else:
-            self._tell.prove(False, "a pod got 3 shares where 1 was left")
-        await self._know(6)
+            self._narrator.prove(False, "a pod got 3 shares where 1 was left")
+        await self._ledger_naming(6)
 
     async def _stay(self) -> None:
         agent = self._agent
@@ -278,10 +282,10 @@ class _Demo:
             (agent.debug_address, _DEBUG_PORT),
         ):
             if address != f"127.0.0.1:{usual}":
-                self._tell.say(
+                self._narrator.say(
                     f"\nSomething else listens on port {usual}, so this agent took {address}."
                 )
-        self._tell.say(
+        self._narrator.say(
             f"""
 The node stays up until Ctrl-C. In another terminal, in this folder:
 
@@ -303,7 +307,7 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
             asyncio.get_running_loop().add_signal_handler(number, _once, ended, number)
         await self._keep_running(ended)
         if ended.result() is not signal.SIGHUP:  # the terminal is gone
-            self._tell.say("\nEnded. Agent, node and logs are gone.")
+            self._narrator.say("\nEnded. Agent, node and logs are gone.")
 
     async def _keep_running(self, ended: asyncio.Future[signal.Signals]) -> None:
         """Start the agent again whenever it dies, as kubelet would, until ``ended``."""
@@ -314,14 +318,14 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
             if ended.done():
                 death.cancel()
                 return
-            self._tell.say(
+            self._narrator.say(
                 f"\nThe agent has ended ({_how(death.result())}). On a node, kubelet starts it "
                 "again; so do we."
             )
             await self._agent.start()
             await self._agent.until_ready()
             grants = (await self._agent.get("/debug/ledger"))["grants"]
-            self._tell.say(
+            self._narrator.say(
                 f"It is ready again and knows the {len(grants)} containers that hold shares."
             )
 
@@ -336,7 +340,7 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
     def _visible(self, pod: Pod) -> str:
         return str(pod.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
 
-    async def _know(self, pods: int) -> Any:
+    async def _ledger_naming(self, pods: int) -> Any:
         """Return the ledger as soon as it names the pods of ``pods`` grants. The agent reads their
         names in the kubelet's records, about a second after the booking.
         """
@@ -345,11 +349,11 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
             lambda ledger: len([grant for grant in ledger["grants"] if grant["pod"]]) == pods,
         )
 
-    async def _show(self, caption: str) -> None:
-        self._tell.say("   " + caption.format(debug=f"http://{self._agent.debug_address}"))
+    async def _show_gpus(self, caption: str) -> None:
+        self._narrator.say("   " + caption.format(debug=f"http://{self._agent.debug_address}"))
         for gpu in (await self._agent.get("/debug/devices"))["gpus"]:
             health = f"{gpu['health']}{': ' if gpu['health_reason'] else ''}{gpu['health_reason']}"
-            self._tell.say(
+            self._narrator.say(
                 f"     GPU {gpu['index']}  {', '.join(gpu['holders']) or '-'}  [{health}]"
             )
 

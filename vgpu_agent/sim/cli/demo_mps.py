@@ -33,7 +33,7 @@ sharing:
       - name: nvidia.com/gpu
         replicas: 4
 """
-# shorter than by default, so that the demo is quick
+# other values for constants of the agent's modules: shorter times, so that the demo is quick
 _CONSTANTS = {
     "vgpu_agent.mps.daemon:PROBE_SECONDS": 0.2,
     "vgpu_agent.mps.daemon:BACKOFF_MIN_SECONDS": 0.2,
@@ -182,7 +182,7 @@ class _Story:
     async def _daemon(self) -> dict[str, Any]:
         answer = await self._agent.until(
             "/debug/mps",
-            lambda found: [daemon["state"] for daemon in found["daemons"]] == ["running"],
+            lambda answer: [daemon["state"] for daemon in answer["daemons"]] == ["running"],
         )
         return dict(answer["daemons"][0])
 

@@ -1,5 +1,6 @@
 """The demo's story about vgpu-manager: two containers of one pod and a second pod have their own
-parts of the GPUs, as its scheduler claimed them.
+parts of the GPUs, as its scheduler claimed them. A claim here is vgpu-manager's: the share of a
+card that is planned for a container, in the annotation ``pre-allocated``.
 
 It starts a simulated API server, kubelet and container runtime, a stand-in for vgpu-manager's
 scheduler, and another agent on a node of its own with ``families.vgpuManager``. Called by `demo`;
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
 _NUMBER, _CORES, _MEMORY = (f"nvidia.com/vgpu-{name}" for name in ("number", "cores", "memory"))
 _REGISTER = "nvidia.com/node-device-register"
+# the claims as the scheduler has planned them, and as the agent has granted them
 _PLANNED, _REAL = "nvidia.com/pre-allocated", "nvidia.com/real-allocated"
 _PHASE = "nvidia.com/assigned-phase"
 _SCHEDULER = "vgpu-scheduler"
+# pod → the limits of each of its containers
 _ASKED = {
     "train": [{_NUMBER: 1, _CORES: 50, _MEMORY: 8000}, {_NUMBER: 1, _CORES: 10, _MEMORY: 1024}],
     "infer": [{_NUMBER: 2, _CORES: 20, _MEMORY: 3000}],
@@ -107,7 +110,7 @@ class _Story:
         await self._the_node_is_offered()
         await self._pods_run()
         self._containers_have_their_claims()
-        await self._the_pods_say_that_it_is_done()
+        await self._annotations_show_success()
 
     async def _the_node_is_offered(self) -> None:
         cluster = self._cluster
@@ -143,18 +146,18 @@ class _Story:
         checked = 0
         for name in _ASKED:
             for container, cards in (read_claims(self._written(name, _PLANNED)) or {}).items():
-                (came,) = self._cluster.starts(name, container)
+                (received,) = self._cluster.starts(name, container)
                 expected = {"NVIDIA_VISIBLE_DEVICES": ",".join(card.uuid for card in cards)}
                 for card in cards:
                     expected[f"CUDA_MEM_LIMIT_{card.index}"] = f"{card.memory}m"
                     expected[f"CUDA_CORE_LIMIT_{card.index}"] = str(card.cores)
-                got = {key: came.environment.get(key, "") for key in expected}
-                said = ", ".join(f"{key}={value}" for key, value in got.items())
-                self._narrator.say(f"     {name}/{container} started with {said}")
+                got = {key: received.environment.get(key, "") for key in expected}
+                shown = ", ".join(f"{key}={value}" for key, value in got.items())
+                self._narrator.say(f"     {name}/{container} started with {shown}")
                 if got != expected:
                     raise SimulationError(
-                        f"container {container} of pod {name} came with {got}, and the scheduler "
-                        f"wrote {expected}"
+                        f"container {container} of pod {name} started with {got}, and the "
+                        f"scheduler wrote {expected}"
                     )
                 checked += 1
         self._narrator.prove(
@@ -163,7 +166,7 @@ class _Story:
             "kubelet picked",
         )
 
-    async def _the_pods_say_that_it_is_done(self) -> None:
+    async def _annotations_show_success(self) -> None:
         def done(name: str) -> bool:
             labels = self._cluster.pod(name)["metadata"].get("labels") or {}
             return labels.get(_PHASE) == "succeed"

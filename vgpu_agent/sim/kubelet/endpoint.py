@@ -51,6 +51,7 @@ class Endpoint:
 
     Attributes:
         timings: of every call that was answered, oldest first.
+        stopped_at: when its stream ended (`time.monotonic`), set by `kubelet`; None before.
     """
 
     def __init__(self, resource: str, socket_path: Path) -> None:

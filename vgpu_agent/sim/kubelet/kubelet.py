@@ -85,7 +85,7 @@ class SimulatedKubelet:
         self.pods: dict[str, Pod] = {}
         self._records = Records(self.plugins)
         self._endpoints: dict[str, Endpoint] = {}
-        self._retired: list[Endpoint] = []
+        self._retired: list[Endpoint] = []  # replaced by a newer registration
         self._servers: list[Any] = []
         self._pod_resources = PodResources(
             self._records, self.pods, self.faults, resource=self.resource, note=self._note
@@ -501,8 +501,8 @@ class SimulatedKubelet:
         self._servers.append(server)
 
     def _prepare(self) -> None:
-        for below in (self.plugins, self.directory / "pod-resources"):
-            below.mkdir(mode=0o750, parents=True, exist_ok=True)
+        for directory in (self.plugins, self.directory / "pod-resources"):
+            directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         for path in list(self.plugins.iterdir()):
             # a plugin may remove its own at the same time
             with contextlib.suppress(FileNotFoundError):

@@ -92,9 +92,9 @@ class PodStatus:
         with contextlib.suppress(ApiRefusalError):  # it was deleted meanwhile
             pod = self._objects.get("pods", self._name, self._namespace)
             if pod["metadata"]["uid"] == self._uid:  # otherwise another pod has the name
-                accepted = (pod.get("status") or {}).get("startTime") or _now()
+                start_time = (pod.get("status") or {}).get("startTime") or _now()
                 self._objects.set_status(
-                    "pods", self._name, {"startTime": accepted, **status}, self._namespace
+                    "pods", self._name, {"startTime": start_time, **status}, self._namespace
                 )
 
 

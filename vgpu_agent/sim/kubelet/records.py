@@ -38,6 +38,7 @@ class ResourceDevices:
 
     healthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
     unhealthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    # by resource: the answer of `allocatable_as`
     _described: dict[str, bytes] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -12,8 +12,8 @@ annotation ``pre-allocated`` names it. It is not a claim of the agent's ledger.
 
     python -m vgpu_agent.sim.vgpu_manager.extender --kubeconfig F [--device-policy binpack]
 
-Not there: events, preemption, topology, choice among nodes. A gang needs nothing of it: its members
-are placed one by one (vgpu-manager §5.7).
+Not simulated: events, preemption, topology, choice among nodes. A gang needs nothing more: its
+members are placed one by one (vgpu-manager §5.7).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ExtenderSettings:
         device_policy: the policy of pods that name none. In a real cluster vgpu-manager's webhook
             writes it into the pod.
         bind_seconds: how long a Binding keeps the next one to its node waiting.
-        retry_seconds: the pause after a failure, and the longest one between two looks.
+        retry_seconds: the pause after a failure, and the longest time between two rounds.
         request_timeout_seconds: of one request to the API server.
         watch_seconds: after which a watch is begun again.
     """
@@ -155,7 +155,7 @@ class VgpuExtender:
                 if chosen.node:
                     self._binding[uid] = group.create_task(self._bind(uid, pod, chosen.node))
                 else:
-                    await self._tell(pod, chosen.why)
+                    await self._report_unschedulable(pod, chosen.why)
             except ClusterError as err:
                 # It is not known whether the write was done, so no pod is filtered before pods and
                 # nodes have been listed again.
@@ -179,9 +179,9 @@ class VgpuExtender:
             for each in (*asked.init, *asked.sidecars, *asked.apps)
         ):
             return _Chosen(why="a container asks for more than 100 cores or 16 GPUs")
-        found = resources.annotations_of(pod)
-        planned = found.get(keys("predicate-node"), "")
-        claim = formats.read_claims(found.get(keys("pre-allocated"), ""))
+        annotations = resources.annotations_of(pod)
+        planned = annotations.get(keys("predicate-node"), "")
+        claim = formats.read_claims(annotations.get(keys("pre-allocated"), ""))
         if asked.names and planned and claim and holds_claim(pod, keys, now):
             return _Chosen(node=planned)
         others = [other for uid, other in pods.items() if uid != pod["metadata"]["uid"]]
@@ -192,10 +192,10 @@ class VgpuExtender:
                 reasons.append(claims)
             elif not claims or await self._plan(pod, node["metadata"]["name"], claims):
                 return _Chosen(node=node["metadata"]["name"])
-        told = ", ".join(
+        causes = ", ".join(
             f"{number} {reason}" for reason, number in sorted(collections.Counter(reasons).items())
         )
-        return _Chosen(why=f"0/{len(self._nodes.items)} nodes are available: {told}")
+        return _Chosen(why=f"0/{len(self._nodes.items)} nodes are available: {causes}")
 
     def _place(
         self, node: Object, pod: Object, others: Sequence[Object], now: float
@@ -349,7 +349,7 @@ class VgpuExtender:
         }
         return await self._write(_path(pod), body, MERGE_PATCH)
 
-    async def _tell(self, pod: Object, why: str) -> None:
+    async def _report_unschedulable(self, pod: Object, why: str) -> None:
         """Write into the pod's status why it waits, when that is news."""
         conditions = (pod.get("status") or {}).get("conditions") or ()
         if any(

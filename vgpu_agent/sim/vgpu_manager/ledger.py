@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     from vgpu_agent.sim.volcano.resources import Object
 
+# After this time the claims of a pod that is not bound, and was refused before, count no more.
 STUCK_SECONDS = 30.0
 MAX_CARDS = 16
-_WHOLE_CORES = 100
+_WHOLE_CORES = 100  # percent, for a request without cores and memory
 _ANNOTATIONS = ("device-register", "config-info")
 
 Reason = str
@@ -32,7 +33,7 @@ Reason = str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """The part of one card that is taken."""
+    """The part of one card that is taken; ``seats`` is the number of containers on it."""
 
     seats: int = 0
     memory: int = 0
@@ -189,6 +190,7 @@ class NodeLedger:
                 after_sidecars = uses
         used = {part.uuid for parts in chosen.values() for part in parts}
         for request in asked.init:
+            # an init container runs before the others, and preferably on one of their cards
             own = [card for card in allowed if card.uuid in used]
             parts = self._choose(request, own, after_sidecars, policy) or self._choose(
                 request, allowed, after_sidecars, policy
@@ -241,21 +243,21 @@ def _read(node: Object, keys: Keys) -> tuple[Sequence[Card], int] | Reason:
     found = resources.annotations_of(node)
     register, config = (found.get(keys(f"node-{name}")) for name in _ANNOTATIONS)
     cards = None if register is None else formats.parse_register(register)
-    known = None if config is None else formats.parse_config(config)
+    parsed = None if config is None else formats.parse_config(config)
     offered = ((node.get("status") or {}).get("allocatable") or {}).get(keys("vgpu-number"), 0)
     failures = (
         (not resources.amount(offered), "node not vGPU-enabled"),
         (register is None, "node has no vGPU registered"),
         (cards is None, "node vGPU registry invalid"),
         (config is None, "node has no vGPU configuration"),
-        (known is None, "node vGPU configuration invalid"),
-        (known is not None and known.split <= 0, "node not vGPU-enabled"),
-        (known is not None and known.memory_factor <= 0, "node memory factor invalid"),
+        (parsed is None, "node vGPU configuration invalid"),
+        (parsed is not None and parsed.split <= 0, "node not vGPU-enabled"),
+        (parsed is not None and parsed.memory_factor <= 0, "node memory factor invalid"),
     )
     for failed, reason in failures:
         if failed:
             return reason
-    return cards or (), known.memory_factor if known else 0
+    return cards or (), parsed.memory_factor if parsed else 0
 
 
 def claims_of(pod: Object, keys: Keys) -> Claims:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 REGISTER = "volcano.sh/node-vgpu-register"
 HANDSHAKE = "volcano.sh/node-vgpu-handshake"
-VGPU_LOCK = "hamivgpu"
-GPUSHARE_LOCK = "gpu"
+VGPU_LOCK = "hamivgpu"  # the annotation by which the scheduler locks a node; its value is a time
+GPUSHARE_LOCK = "gpu"  # the same for GPU share
 UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
 
 VGPU_NODE = "volcano.sh/vgpu-node"

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from vgpu_agent.sim.volcano import annotations as words
+from vgpu_agent.sim.volcano import annotations as volcano_annotations
 from vgpu_agent.sim.volcano.annotations import Card, Claim
 from vgpu_agent.sim.volcano.mig import InstanceUse
 from vgpu_agent.sim.volcano.resources import Object, amount, annotations_of, is_terminated, limits
@@ -58,7 +58,8 @@ class Placed:
 
 @dataclasses.dataclass(slots=True)
 class CardUse:
-    """A card and its used part; ``groups`` are the pod groups of the pods on it.
+    """A card and its used part; ``holders`` is the number of containers on it, ``groups`` are the
+    pod groups of the pods on it.
 
     With ``instances`` the card is divided, and ``memory`` is that of the instances in use.
     """
@@ -115,20 +116,21 @@ def asks(pod: Object) -> list[Ask]:
 
 def group_of(pod: Object) -> str:
     """``namespace/group`` of the pod, empty when it is in none."""
-    name = annotations_of(pod).get(words.GROUP_NAME, "")
+    name = annotations_of(pod).get(volcano_annotations.GROUP_NAME, "")
     return f"{pod['metadata'].get('namespace', 'default')}/{name}" if name else ""
 
 
 class VgpuLedger:
     """The cards of one node; `place` changes it only when the whole pod fits."""
 
-    lock_key = words.VGPU_LOCK
+    lock_key = volcano_annotations.VGPU_LOCK
+    # Volcano's reason against a node on which a pod does not fit.
     refusal = "hami-vgpuDeviceSharing error"
 
     def __init__(
         self,
         node: str,
-        registration: words.Registration,
+        registration: volcano_annotations.Registration,
         *,
         policy: Policy = "none",
         geometries: Geometries | None = None,
@@ -167,7 +169,9 @@ class VgpuLedger:
             amount(allocatable.get(name, "0")) for name in (NUMBER, MEMORY, CORES)
         ):
             return None
-        registration = words.parse_registration(annotations_of(node).get(words.REGISTER, ""))
+        registration = volcano_annotations.parse_registration(
+            annotations_of(node).get(volcano_annotations.REGISTER, "")
+        )
         if registration is None:
             return None
         ledger = cls(node["metadata"]["name"], registration, policy=policy, geometries=geometries)
@@ -180,7 +184,9 @@ class VgpuLedger:
         """Book the shares in a bound pod's annotation; ids of cards that are not registered are
         ignored.
         """
-        for claim in words.parse_claims(annotations_of(pod).get(words.VGPU_IDS, "")):
+        for claim in volcano_annotations.parse_claims(
+            annotations_of(pod).get(volcano_annotations.VGPU_IDS, "")
+        ):
             for use in self.uses:
                 if use.card.uuid in claim.uuid:
                     units = use.instances.book(claim.uuid) if use.instances else claim.memory
@@ -209,8 +215,8 @@ class VgpuLedger:
             pod: not bound yet.
             now: unix seconds, for the time stamps.
         """
-        requests = annotations_of(pod)
-        if requests.get("volcano.sh/vgpu-mode", self.mode) != self.mode:
+        annotations = annotations_of(pod)
+        if annotations.get("volcano.sh/vgpu-mode", self.mode) != self.mode:
             return None
         trial = copy.deepcopy(self.uses)
         containers = []
@@ -233,14 +239,14 @@ class VgpuLedger:
             # scheduler (volcano-vgpu D15).
             use.instances = before.instances
         self.uses = trial
-        devices, seconds = words.format_claims(containers), str(int(now))
+        devices, seconds = volcano_annotations.format_claims(containers), str(int(now))
         written = {
-            words.VGPU_NODE: self.node,
-            words.VGPU_TIME: seconds,
-            words.VGPU_IDS: devices,
-            words.DEVICES_TO_ALLOCATE: devices,
-            words.BIND_PHASE: "allocating",
-            words.BIND_TIME: seconds,
+            volcano_annotations.VGPU_NODE: self.node,
+            volcano_annotations.VGPU_TIME: seconds,
+            volcano_annotations.VGPU_IDS: devices,
+            volcano_annotations.DEVICES_TO_ALLOCATE: devices,
+            volcano_annotations.BIND_PHASE: "allocating",
+            volcano_annotations.BIND_TIME: seconds,
         }
         return Placed(written, score)
 
@@ -255,8 +261,11 @@ class VgpuLedger:
 
 
 def _instances(card: Card, mode: str, geometries: Geometries | None) -> InstanceUse | None:
-    groups = geometries.for_card(card.type) if geometries is not None and mode == "mig" else ()
-    return InstanceUse(groups, geometries.factor) if geometries is not None and groups else None
+    # the ways to divide the card; not the pod groups of `CardUse`
+    divisions = geometries.for_card(card.type) if geometries is not None and mode == "mig" else ()
+    return (
+        InstanceUse(divisions, geometries.factor) if geometries is not None and divisions else None
+    )
 
 
 def _ask(container: Object) -> Ask:
@@ -270,38 +279,38 @@ def _ask(container: Object) -> Ask:
 
 
 def _suits(use: CardUse, ask: Ask, pod: Object) -> bool:
-    requests = annotations_of(pod)
+    annotations = annotations_of(pod)
     keep_apart = (
-        group_of(pod) if requests.get("volcano.sh/vgpu-podgroup-policy") == "spread" else ""
+        group_of(pod) if annotations.get("volcano.sh/vgpu-podgroup-policy") == "spread" else ""
     )
     return (
-        _uuid_allowed(use.card.uuid, requests)
+        _uuid_allowed(use.card.uuid, annotations)
         and use.has_room(ask, keep_apart)
-        and _type_allowed(use.card.type, requests)
+        and _type_allowed(use.card.type, annotations)
     )
 
 
-def _uuid_allowed(uuid: str, requests: dict[str, str]) -> bool:
+def _uuid_allowed(uuid: str, annotations: dict[str, str]) -> bool:
     def listed(key: str) -> list[str]:
-        return [item.strip() for item in requests[key].split(",")]
+        return [item.strip() for item in annotations[key].split(",")]
 
     denied, wanted = "volcano.sh/vgpu-nouse-gpuuuid", "volcano.sh/vgpu-use-gpuuuid"
-    if denied in requests and uuid in listed(denied):
+    if denied in annotations and uuid in listed(denied):
         return False
-    return wanted not in requests or uuid in listed(wanted)
+    return wanted not in annotations or uuid in listed(wanted)
 
 
-def _type_allowed(type_: str, requests: dict[str, str]) -> bool:
+def _type_allowed(type_: str, annotations: dict[str, str]) -> bool:
     """Match types. Items are not trimmed and match anywhere in the type;
     with desired types the unwanted ones are ignored.
     """
 
     def matches(key: str) -> bool:
-        return any(item.lower() in type_.lower() for item in requests[key].split(","))
+        return any(item.lower() in type_.lower() for item in annotations[key].split(","))
 
     wanted, unwanted = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
     if "NVIDIA" not in type_:
         return False
-    if wanted in requests:
+    if wanted in annotations:
         return matches(wanted)
-    return unwanted not in requests or not matches(unwanted)
+    return unwanted not in annotations or not matches(unwanted)
