@@ -1,7 +1,7 @@
 """The last thousand events of this agent, for ``/debug/events``.
 
-Written by the health watch, the plugin servers and the allocator; read by `web`. It is memory only:
-what must survive a restart is in the kubelet's own records, and every entry is a log line as well.
+Written by most components; read by `web`. It is in memory only: what must survive a restart is in
+the kubelet's own records, and every entry is a log line as well.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the *minor* of the parent GPU, not under NVML's index (nvidia §4). Where a line
 no sense, its instances are not given away, and the reason goes with them. All others are given
 away.
 
-Called by `mig` inside the owner thread, once for each GPU that has instances.
+Called by `mig` in the thread that owns NVML, once for each GPU that has instances.
 """
 
 from __future__ import annotations

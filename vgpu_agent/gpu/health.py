@@ -3,7 +3,8 @@ one small state machine a GPU, on plain values.
 
 Three things make a GPU Unhealthy: an XID that counts, a probe that the card or the driver answered
 badly, and a driver call about this GPU that does not return. It comes back when the card answers,
-the driver asks for no recovery action, no row remap is pending, and it has been quiet for a while.
+the driver asks for no recovery action, no row remap is pending, and it has been quiet (without
+errors) for a while.
 A GPU that fails again soon must be quiet for twice as long each time, so that a flapping card does
 not fail one pod after another.
 

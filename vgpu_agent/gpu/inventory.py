@@ -256,8 +256,8 @@ def _explained(err: NvmlError) -> str:
 
 
 def _probe(nvml: Nvml, handle: Handle) -> Probe:
-    """Probe the card's health. The driver has the facts before in its memory, but it has to ask the
-    card for the temperature.
+    """Probe the card's health. The driver answers the other calls of `_read_card` from its memory,
+    but for the temperature it has to ask the card.
 
     Raises:
         NvmlError: the card is lost; any other failure is the probe's result.

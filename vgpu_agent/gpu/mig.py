@@ -5,8 +5,8 @@ holds another instance than a call before. So a reading counts only when the lay
 one that was read. Otherwise it is made again. If the layout keeps changing, the caller keeps the
 previous one and reads again soon. A change of layout is never a fault of the GPU.
 
-Called by `inventory` for each GPU, and by `session` for the light look (`look`) between two
-readings; in the thread that owns NVML.
+Called by `inventory` for each GPU, and by `session` for the quick check between two readings
+whether the division has changed (`look`); in the thread that owns NVML.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The division of a GPU: the part that the light look compares.
+    """The division of a GPU: the part that `look` compares.
 
     Attributes:
         capable: the card supports MIG at all; one that does not never will.

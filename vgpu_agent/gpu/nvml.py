@@ -5,8 +5,8 @@ when a card dies. This wrapper is the only place that calls it: each method is o
 the two versions of it that drivers have), each failure is an `NvmlError`, and while a call runs
 `Nvml.in_flight` names it and its GPU, so that another thread can tell which call hangs.
 
-Used inside the owner thread only (`thread`), by `session` and its callees. Optional facts are None
-where a driver or card does not have them; that is normal, not an error.
+Used only in the thread that owns NVML (`thread`), by `session` and its callees. Optional facts are
+None where a driver or card does not have them; that is normal, not an error.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NO_INSTANCE = 0xFFFFFFFF
 # the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
 _LARGEST_PID = 1 << 22
 
-# Events that tell of a card's trouble, or that it was divided again; after all but XIDs the card is
-# only read.
+# Events that tell of a card's trouble, or that it was divided again. Only an XID can make a GPU
+# Unhealthy by itself; after any other of them the agent just reads the card again.
 XID_EVENT = pynvml.nvmlEventTypeXidCriticalError
 _LOOK_EVENTS = (
     pynvml.nvmlEventMigConfigChange

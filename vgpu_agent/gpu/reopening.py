@@ -34,6 +34,7 @@ class Reopening:
         self._wanted = False
         self._not_before = 0.0
         self._pause = 0.0
+        # of the last reading: the cards that answered, and those that the kernel module drives
         self._answering: frozenset[str] | None = None
         self._bound: frozenset[str] | None = None
 

@@ -1,5 +1,5 @@
 """The agent's connection to the driver:
-opened, asked, closed and opened again, always inside the owner thread.
+opened, asked, closed and opened again, always in the one thread that owns NVML (`thread`).
 
 NVML fixes the set of cards when it is initialised, so a card that was pulled or plugged in shows
 only after a shutdown and a new initialisation, which also voids every handle and the event queue.
@@ -80,14 +80,15 @@ class Session:
             driver_root: where it is installed.
             sysfs_root: where sysfs is mounted.
             proc_root: where procfs is mounted.
-            report: takes the events that come while GPUs are read; called in the owner thread.
+            report: takes the events that come while GPUs are read; called in the
+                NVML thread.
         """
         self._nvml = nvml
         self._report = report
         self._driver_root = driver_root
         self._numa = inventory.NumaNodes(sysfs_root)
         self._capabilities = Capabilities(proc_root)
-        self._bound = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
+        self._driver_directory = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
         self._open = False
         self._events: EventSet | None = None
         self._heard: dict[str, bool] = {}  # by UUID: True if registered for events, else False
@@ -285,7 +286,9 @@ class Session:
         with self._nvml.watched("list PCI devices"):
             try:
                 return frozenset(
-                    entry.name for entry in self._bound.iterdir() if entry.name.count(":") == 2
+                    entry.name
+                    for entry in self._driver_directory.iterdir()
+                    if entry.name.count(":") == 2
                 )
             except OSError:  # no sysfs, or not the host's: then only NVML reports cards
                 return frozenset()

@@ -64,7 +64,7 @@ def source(
     sysfs_root: str,
     beat: Callable[[], None],
 ) -> GpuSource:
-    """Return the source that fits this node."""
+    """Return the source that fits this node; ``beat`` tells the supervisor that its loop runs."""
     if discovery.integrated:
         return IntegratedGpu(journal, beat=beat)
     return GpuWatch(settings, journal, sysfs_root=sysfs_root, beat=beat)

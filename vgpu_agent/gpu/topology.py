@@ -38,7 +38,7 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
             troubles.append(f"NVLinks of {gpu.uuid}: {err}")
     nvlinks = count_nvlinks(addresses, {uuid: found.peers for uuid, found in ends.items()})
     # GPUs with links to switches are connected through these, with the links of the one with fewer.
-    widths = {uuid: found.switches for uuid, found in ends.items()}
+    switch_links = {uuid: found.switches for uuid, found in ends.items()}
     links: Links = {}
     for (one, one_handle), (other, other_handle) in itertools.combinations(cards, 2):
         try:
@@ -50,7 +50,7 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
             link = Link(
                 pci=level,
                 nvlinks=nvlinks[frozenset((one.uuid, other.uuid))],
-                switch_links=min(widths.get(one.uuid, 0), widths.get(other.uuid, 0)),
+                switch_links=min(switch_links.get(one.uuid, 0), switch_links.get(other.uuid, 0)),
             )
             links[one.uuid, other.uuid] = links[other.uuid, one.uuid] = link
     return links, troubles

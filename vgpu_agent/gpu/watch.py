@@ -2,9 +2,9 @@
 
 `GpuWatch` keeps two snapshots that any component may read or wait for: the GPUs and their health
 (`inventory`), and their load (`usage`). It detects trouble in three ways, because each alone misses
-some: events from the driver, a regular look at every card, since a card can vanish without an
-event, and calls that do not return. Between the polls it checks, more often and with few calls,
-whether the MIG instances of a GPU have changed.
+some: events from the driver, a regular poll of every card, since a card can vanish without an
+event, and calls that do not return. Between the polls it looks, more often and with few calls,
+whether the MIG instances of a GPU have changed (`_look`).
 
 Built and started by `agent`, which runs `run` under its supervisor and passes `inventory` to the
 ledger and the plugin servers.
@@ -72,8 +72,8 @@ class GpuWatch:
     """The agent's knowledge of its GPUs.
 
     State: the health of each GPU seen since the start, in memory only; after a restart the first
-    reading judges again. All methods belong to the event loop; the driver itself is touched by the
-    owner thread alone.
+    reading judges again. All methods belong to the event loop; only the NVML thread (`thread`)
+    calls the driver.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class GpuWatch:
         self.read_at = self.measured_at = 0.0
         self._settings = settings
         self._journal = journal
-        self._beat = beat
+        self._beat = beat  # tells the supervisor that `run` runs
         self._status = NvmlStatus()
         self._nvml = Nvml()
         self._session = Session(
@@ -117,7 +117,7 @@ class GpuWatch:
         self._reopening = Reopening(POLL_SECONDS)
         # of each XID event: when it was last recorded (monotonic), and how many were left out since
         self._xids: dict[DeviceEvent, tuple[float, int]] = {}
-        self._changes = log.ChangeFilter()
+        self._problems = log.ChangeFilter()  # journals a problem when it begins or changes
         self._wake = asyncio.Event()
         # monotonic
         self._polled_at = self._next_poll = self._next_usage = self._looked_at = self._next_look = (
@@ -271,7 +271,7 @@ class GpuWatch:
             "read the GPUs", functools.partial(self._session.read, reopen=reopen)
         )
         if reopen:
-            self._changes.over("events")
+            self._problems.over("events")
         self._learn(snapshot, reopened=reopen)
 
     def _learn(self, snapshot: Snapshot, *, reopened: bool = False) -> None:
@@ -287,7 +287,7 @@ class GpuWatch:
         """Judge every GPU by the snapshot and publish."""
         now = time.monotonic()
         self.read_at = time.time()
-        self._changes.over("driver")
+        self._problems.over("driver")
         if self._status.state is not NvmlState.HUNG:
             self._status.state = NvmlState.ANSWERING
         for warning in snapshot.warnings:
@@ -328,7 +328,7 @@ class GpuWatch:
 
     def _driver_failed(self, problem: str, state: NvmlState) -> None:
         """Mark all GPUs as absent: none can be read, so none may be granted."""
-        if self._changes.is_new("driver", problem):
+        if self._problems.is_new("driver", problem):
             self._journal.record(
                 "nvml.missing" if state is NvmlState.MISSING else "nvml.failed",
                 level="error",
@@ -355,11 +355,11 @@ class GpuWatch:
     # ---- the thread's reports
 
     def _pass_on(self, event: DeviceEvent) -> None:
-        """Pass on an event that came while the GPUs were read; called in the owner thread."""
+        """Pass on an event that came while the GPUs were read; called in the NVML thread."""
         self._thread.pass_on(event)
 
     def _on_event(self, event: DeviceEvent) -> None:
-        self._changes.over("events")
+        self._problems.over("events")
         self._want_poll()
         if event.xid is None:  # it may be about MIG instances
             self._next_look = min(
@@ -410,13 +410,13 @@ class GpuWatch:
         """Read the cards at once, and open a new event queue in place of the broken one;
         no GPU is Unhealthy because of it.
         """
-        if self._changes.is_new("events", problem):
+        if self._problems.is_new("events", problem):
             self._reopening.queue_broken = True
             self._journal.record("nvml.events_failed", level="warning", problem=problem)
             self._want_poll()
 
     def _on_not_sampled(self, problem: str) -> None:
-        if self._changes.is_new("samples", problem):
+        if self._problems.is_new("samples", problem):
             self._journal.record("gpu.not_sampled", level="warning", problem=problem)
 
     def _on_hung(self, call: CallInFlight) -> None:

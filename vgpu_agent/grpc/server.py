@@ -41,7 +41,7 @@ UnaryMethod: TypeAlias = "Callable[[bytes], Awaitable[bytes]]"
 """Takes the encoded request and returns the encoded response."""
 
 CallerMethod: TypeAlias = "Callable[[bytes, Any], Awaitable[bytes]]"
-"""The same, with the caller that `GrpcServer.take` was told."""
+"""The same, with the caller that was handed to `GrpcServer.take`."""
 
 StreamMethod: TypeAlias = "Callable[[bytes, Send], Awaitable[None]]"
 """Takes the encoded request and sends as many encoded responses as it likes;
@@ -304,6 +304,7 @@ class _ClosableServer(Server):
             connection.transport.abort()
 
     def _made(self) -> list[Connection]:
+        """The connections that are established; before, grpclib has not made their processor."""
         return [connection for connection in self._connections if hasattr(connection, "processor")]
 
 

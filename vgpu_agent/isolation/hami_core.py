@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.backend import Target
     from vgpu_agent.model import Gpu, Share
 
-# Paths inside the container.
+# Paths inside the container. The library calls a region file a cache.
 LIBRARY = "/usr/local/vgpu/libvgpu.so"
 PRELOAD = "/etc/ld.so.preload"
 CACHE_DIRECTORY = "/tmp/vgpu"  # noqa: S108 - the path is part of the library's contract

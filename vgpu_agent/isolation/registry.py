@@ -1,7 +1,8 @@
 """The isolation backends that put limits in force by a library that the operator delivers.
 
-The agent installs their libraries, guards and removes their containers' files, and mounts slots
-for them, by iterating over `BACKENDS`; only the families that use a backend know it by its name.
+The agent installs their libraries, keeps their containers' files from growing, removes them, and
+mounts slots for them, by iterating over `BACKENDS`; only the families that use a backend know it by
+its name.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ VMEM_FILE = "vmem_node/vmem_node.config"
 SM_NODE_FILE = "sm_node/sm_node.config"
 _SM_NODE_LOCK = "sm_node/sm_node.lock"
 _LOCKS = "vgpu_lock"
-# the directories in which a container has files; `runtime` guards the size of these files
+# the directories in which a container has files; `runtime` keeps these files from growing
 FOLDERS = ("config", "vmem_node", "sm_node", _LOCKS)
 _LOCK_SUFFIX = ".lock"
 _LOCK_SIZE = 4096  # a page, for what a library may write there; they are made empty
@@ -69,11 +69,11 @@ SLOTS_VARIABLE = "MANAGER_VISIBLE_DEVICES"
 _MODE_VARIABLE = "MANAGER_COMPATIBILITY_MODE"
 _BUCKET_VARIABLE = "CUDA_SM_SHARED_BUCKET"
 _WATCHER_VARIABLE = "EXTERNAL_SM_WATCHER_ENABLED"
-_LEDGER_VARIABLE = "VMEMORY_NODE_ENABLED"
+_VMEMORY_VARIABLE = "VMEMORY_NODE_ENABLED"
 # What a pod could set to evade its limits. The limits themselves are not among it: the library
 # reads them from the file (vgpu-manager §8.2).
 DECISIVE = frozenset(
-    {SLOTS_VARIABLE, _MODE_VARIABLE, _BUCKET_VARIABLE, _WATCHER_VARIABLE, _LEDGER_VARIABLE}
+    {SLOTS_VARIABLE, _MODE_VARIABLE, _BUCKET_VARIABLE, _WATCHER_VARIABLE, _VMEMORY_VARIABLE}
 )
 _NO_CARD = "GPU-00000000-0000-0000-0000-000000000000"
 
@@ -83,8 +83,9 @@ REGISTER_UUID = ""
 # of `registry_directory`: its two files are reached by name, and nobody lists it
 REGISTRY_MODE = 0o711
 
+# How the library tells the container's processes from others (vgpu-manager §7.6): each process
+# registers with the agent, or the library reads the host's /proc.
 CLIENT, HOST_PROC_MODE = "client", "host-proc"
-# How the library tells the container's processes from others (vgpu-manager §7.6).
 _COMPATIBILITY_CLIENT = 200
 _OPEN_KERNEL_MODULES = 100
 _ALL_CORES = 100
@@ -230,7 +231,10 @@ class VgpuControl(msgspec.Struct, frozen=True):
         return Provision(
             Edits(
                 environment=self._environment(target),
-                mounts=(*self._shared_mounts(target, directory), *_file_mounts(written, directory)),
+                mounts=(
+                    *self._read_only_mounts(target, directory),
+                    *_file_mounts(written, directory),
+                ),
             ),
             directories=(
                 *self._shared_directories(),
@@ -279,7 +283,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
             _MODE_VARIABLE: str(self.compatibility),
             _BUCKET_VARIABLE: "true",
             _WATCHER_VARIABLE: str(self.sm_watcher).lower(),
-            _LEDGER_VARIABLE: str(self.tracks_virtual_memory).lower(),
+            _VMEMORY_VARIABLE: str(self.tracks_virtual_memory).lower(),
         }
         slots = [_NO_CARD] * MAX_CARDS
         for card in target.cards:
@@ -294,7 +298,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
         environment[SLOTS_VARIABLE] = ",".join(slots)
         return environment
 
-    def _shared_mounts(self, target: ControlTarget, directory: str) -> Iterator[Mount]:
+    def _read_only_mounts(self, target: ControlTarget, directory: str) -> Iterator[Mount]:
         """The mounts that a container only reads."""
         if self.processes == CLIENT:
             yield Mount(REGISTRY_DIRECTORY, registry_directory(self.host_directory), read_only=True)

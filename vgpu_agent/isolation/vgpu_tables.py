@@ -33,7 +33,7 @@ VMEM_SLOT_SIZE = 16_392
 VMEM_ROW = struct.Struct("<i4xQ")  # pid, bytes
 VMEM_COUNT, VMEM_LOCK = 16_384, 16_388  # within a slot; the lock is an OFD lock of that byte
 
-# -- sm_node.config: the bucket of launches that a container's processes share --------------------
+# -- sm_node.config: the token bucket of kernel launches that a container's processes share --------
 
 SM_NODE_SIZE = 8192
 SM_NODE_MAGIC, SM_NODE_VERSION, SM_NODE_USED = 0x534D4E44, 3, 2176

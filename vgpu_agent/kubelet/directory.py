@@ -64,7 +64,7 @@ class DirectoryWatch:
         self._status = status
         self._status.directory = str(directory)
         self._woken = asyncio.Event()
-        self._changes = log.ChangeFilter()
+        self._changes = log.ChangeFilter()  # what was logged; `over` has it logged anew
         self._known_kubelet: SocketIdentity | None = None
         self._missing_since: float | None = None  # loop time
 

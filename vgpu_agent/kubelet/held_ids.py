@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.device_ids import DeviceId, IdBlock
 
-# Ids of one resource differ in length by their digits. Entries of kinds beyond this number are
-# decoded one by one.
+# A kind of entries has one resource and one length: ids of a resource differ in length by their
+# digits. Entries of kinds beyond this number are decoded one by one.
 _MAX_KINDS = 64
 _MAX_UNKNOWN = 1000
 # Entries in one match. Without a bound the regex engine would keep tens of thousands of positions
@@ -46,7 +46,7 @@ class SeenNumbers:
         for block, seen in self._seen:
             for kind in _kinds_of_ids(resource, block):
                 kinds.setdefault(kind, (block.codec.number, seen))
-        self._likely = list(kinds.values())
+        self._by_kind = list(kinds.values())
         pattern = b"|".join(kinds) or rb"(?!)"
         self._one = re.compile(pattern)
         self._run = re.compile(b"(?:" + pattern + b")" + _MAX_AT_ONCE)
@@ -58,7 +58,7 @@ class SeenNumbers:
         end = _end_of_run(self._run, message, position)
         for entry in self._one.finditer(message, position, end):
             kind = entry.lastindex or 1
-            number_of, seen = self._likely[kind - 1]
+            number_of, seen = self._by_kind[kind - 1]
             number = number_of(entry[kind].decode("ascii"))
             if number is not None and number < len(seen):
                 seen[number] = 1

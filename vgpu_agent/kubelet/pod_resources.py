@@ -157,7 +157,8 @@ class PodResources:
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._backoff = Backoff(_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
-        self._not_before = self._calm_at = 0.0
+        self._not_before = 0.0
+        self._refused_until = 0.0  # the kubelet has refused a Get, and would refuse a List, too
         self._refusal = ""
         self._gets = RateLimiter(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
         self._without_get: tuple[int, int, int] | None = None
@@ -178,7 +179,7 @@ class PodResources:
                 sense.
         """
         self._gets.take(1)
-        if (left := self._calm_at - self._clock()) > 0:
+        if (left := self._refused_until - self._clock()) > 0:
             await asyncio.sleep(left)
         answer = await self._call(_LIST)
         self.lists += 1
@@ -205,7 +206,7 @@ class PodResources:
                 f"pod-resources: the kubelet behind {self._socket_path} has no Get"
             )
         self._without_get = None
-        if self._clock() < self._calm_at or not self._gets.take_all(len(pods)):
+        if self._clock() < self._refused_until or not self._gets.take_all(len(pods)):
             raise GetNotPossibleError(
                 "pod-resources: the kubelet has been asked as often as it allows"
             )
@@ -289,7 +290,7 @@ class PodResources:
             )
         if err.status == "RESOURCE_EXHAUSTED":
             # Other programs ask too. List is the better use of the remaining calls.
-            self._calm_at = self._clock() + _AFTER_A_REFUSED_GET_SECONDS
+            self._refused_until = self._clock() + _AFTER_A_REFUSED_GET_SECONDS
             self._gets.spend()
             return GetNotPossibleError(
                 f"pod-resources: the kubelet was asked too often ({err.text})"

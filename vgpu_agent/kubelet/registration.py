@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _METHOD = "/v1beta1.Registration/Register"
 
-_SHORTEST_LOOK_SECONDS = 0.01
-_LOOK_SHARE = 0.2
+_SHORTEST_PAUSE_SECONDS = 0.01
+_PAUSE_FRACTION = 0.2
 
 # The kubelet has no status codes for its refusals; it has used these words since the API exists
 # (pkg/kubelet/cm/devicemanager: errUnsupportedVersion, errInvalidResourceName).
@@ -87,8 +87,8 @@ class ListenBackoff:
 
     Between making its socket and listening on it a kubelet needs microseconds, or a second on a
     node that is busy booting. A dead one leaves a socket on which nothing will ever listen. So each
-    pause is a fraction (`_LOOK_SHARE`) of the time waited so far: a kubelet that begins to listen
-    is noticed after that fraction, and a dead one costs few checks.
+    pause is a fraction (`_PAUSE_FRACTION`) of the time waited so far: a kubelet that begins to
+    listen is noticed after that fraction, and a dead one costs few checks.
 
     State: when the waiting began, on the event loop's clock.
     """
@@ -101,7 +101,9 @@ class ListenBackoff:
         """The pause after one more check."""
         now = asyncio.get_running_loop().time()
         self._since = now if self._since is None else self._since
-        return min(max(_SHORTEST_LOOK_SECONDS, (now - self._since) * _LOOK_SHARE), self._maximum)
+        return min(
+            max(_SHORTEST_PAUSE_SECONDS, (now - self._since) * _PAUSE_FRACTION), self._maximum
+        )
 
     def reset(self) -> None:
         """Begin again with the shortest pause: there is another socket."""

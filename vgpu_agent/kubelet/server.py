@@ -165,14 +165,14 @@ class DevicePlugin:
                 err, NotListeningError
             )
             reason = str(err)
-            healthy = False
+            lasted = False
         else:
-            healthy = asyncio.get_running_loop().time() - began > STREAM_OPEN_TIMEOUT_SECONDS
+            lasted = asyncio.get_running_loop().time() - began > STREAM_OPEN_TIMEOUT_SECONDS
         if self._stopping.is_set():
             return
         self.status.state = PluginState.WAITING
         self._journal_reason(reason, kubelet)
-        if healthy:
+        if lasted:
             backoff.reset()
         if self._directory.state.value.kubelet_socket != kubelet:
             return
@@ -235,7 +235,7 @@ class DevicePlugin:
             await instance.start()
             self.status.state, self.status.endpoint = PluginState.SERVING, instance.name
             if not await unless(self._stopping, self._register(instance, kubelet)):
-                return "the agent stops"
+                return "the agent stops"  # before the registration was done
             self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
             self.status.registrations += 1
             self.status.last_error = self.status.list_fault
@@ -338,8 +338,8 @@ class _Instance:
         self._path = directory.directory / self.name
         self._listener: socket.socket | None = None
         self._identity: SocketIdentity | None = None
-        self._listed = False
-        self._left = ""
+        self._socket_seen = False
+        self._leave_reason = ""
         self._pre_start_required = (
             resource.pre_start_required if pre_start_required is None else pre_start_required
         )
@@ -364,7 +364,7 @@ class _Instance:
 
     def leave(self, reason: str) -> None:
         """Let `until_lost` return ``reason``."""
-        self._left = reason
+        self._leave_reason = reason
         self._service.activity.advance()
 
     async def start(self) -> None:
@@ -461,16 +461,16 @@ class _Instance:
             await asyncio.to_thread(remove, self._path)
 
     def _lost(self, kubelet: SocketIdentity) -> str:
-        if self._left:
-            return self._left
+        if self._leave_reason:
+            return self._leave_reason
         state = self._directory.state.value
         now = state.kubelet_socket
         if now is not None and now != kubelet:
             return "the kubelet has restarted: there is a new kubelet.sock"
         if self._service.streams_opened and not self._service.open_streams:
             return "the kubelet has ended the stream"
-        listed = state.sockets.get(self.name) == self._identity
-        if self._listed and not listed:
+        present = state.sockets.get(self.name) == self._identity
+        if self._socket_seen and not present:
             return f"the agent's socket {self.name} has been deleted or replaced"
-        self._listed = listed  # False at first: the watch needs a moment to see the new file
+        self._socket_seen = present  # False at first: the watch needs a moment to see the new file
         return ""

@@ -47,8 +47,8 @@ POLICY_INVALID, TOPOLOGY_FALLBACK = "PolicyInvalid", "TopologyFallback"
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """The cards of a container, the rules that chose them (``binpack, link``), and a remark for
-    each annotation of the pod that was not followed.
+    """The cards of a container, the rules that chose them (``binpack, link``), and a remark (an
+    event on the pod) for each annotation of the pod that was not followed.
     """
 
     shares: tuple[Share, ...]
@@ -57,7 +57,8 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 def place(question: Question, container: PodContainer, options: VgpuManagerOptions) -> Placed:
-    """Choose cards for the container of the question.
+    """Choose cards for the container of ``question``, which has its pod, the ids that the kubelet
+    gave it, and what each device has left.
 
     Raises:
         RequestRefusedError: limits or annotations cannot be followed on this node.

@@ -81,30 +81,30 @@ def _served(
     pod: Pod, grants: Mapping[str, Grant], keys: Keys, indices: Mapping[str, int]
 ) -> DesiredPod:
     asking = [each for each in pod.containers if asks(each, keys)]
-    given = {
+    granted = {
         each.name: _claim(each.name, grants[each.name], indices)
         for each in asking
         if each.name in grants
     }
-    if not given:
+    if not granted:
         return DesiredPod()
     claimed = _readable(pod.annotations.get(keys.pre_allocated, ""))
-    whole = {**given, **claimed}
-    order = [each.name for each in asking if each.name in whole]
+    known = {**granted, **claimed}
+    order = [each.name for each in asking if each.name in known]
     annotations: dict[str, str | None] = {}
-    if given.keys() - claimed.keys():
-        annotations[keys.pre_allocated] = write_claims(whole[name] for name in order)
+    if granted.keys() - claimed.keys():
+        annotations[keys.pre_allocated] = write_claims(known[name] for name in order)
         annotations[keys.predicate_node] = pod.node
     # A user may have written it, so only claims that ``pre-allocated`` has, too, count.
     written = _readable(pod.annotations.get(keys.real_allocated, ""))
     real = {name: claim for name, claim in written.items() if claimed.get(name) == claim}
-    last = max(place for place, each in enumerate(asking) if each.name in given)
+    last = max(place for place, each in enumerate(asking) if each.name in granted)
     real |= {
         each.name: claimed[each.name]
         for each in asking[:last]
         if each.kind is ContainerKind.INIT and each.name in claimed and each.name not in real
     }  # they ended before a container that has started, so they have no grant any more
-    real |= given
+    real |= granted
     annotations[keys.real_allocated] = write_claims(real[name] for name in order if name in real)
     complete = all(each.name in real for each in asking)
     if complete:

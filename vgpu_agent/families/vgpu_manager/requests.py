@@ -76,7 +76,7 @@ def compute_policy(pod: Pod, node_annotations: Mapping[str, str], keys: Keys) ->
 
 
 def listed_texts(pod: Pod, key: str) -> tuple[str, ...]:
-    """Return the entries of a list of cards in an annotation, in small letters (vgpu-manager §4.1).
+    """Return the entries of a list of cards in an annotation, in lower case (vgpu-manager §4.1).
 
     Raises:
         RequestRefusedError: the list is longer than any real one; each entry is compared with each

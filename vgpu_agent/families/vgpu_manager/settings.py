@@ -1,7 +1,7 @@
 """The settings of the family `vgpu-manager`: its section, its flags and its rules.
 
 Defaults are those of the plugin that is replaced (vgpu-manager §1.2, §1.7). Its node configuration
-is read by `node_config` and beats this section.
+is read by `node_config` and overrides this section.
 """
 
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec
@@ -307,10 +307,10 @@ def _own(key: str, flag: str, metavar: str, text: str) -> Option:
 
 
 _FEW_REQUESTS = "the agent writes what has changed, and only that"
-_FOUND = "the agent finds a container's cgroup by itself, with either driver"
+_FINDS_CGROUP = "the agent finds a container's cgroup by itself, with either driver"
 
 
-def _found(_: Settings) -> str:
+def _nothing_in_force(_: Settings) -> str:
     return ""
 
 
@@ -359,14 +359,14 @@ SETTINGS = FamilySettings(
         _own("exporter.keyFile", "--tls-key-file", "FILE", "its private key"),
     ),
     follows_flags={f"{SECTION}.migStrategy": "plugin.migStrategy"},
-    ignored=(ForeignVariable("CGROUP_DRIVER", _found, _FOUND),),
+    ignored=(ForeignVariable("CGROUP_DRIVER", _nothing_in_force, _FINDS_CGROUP),),
     ignored_flags=(
         ForeignFlag("--master", "name the API server in the kubeconfig"),
         # The chart gives these two with their defaults.
         ForeignFlag("--kube-api-qps", _FEW_REQUESTS, "20"),
         ForeignFlag("--kube-api-burst", _FEW_REQUESTS, "30"),
         ForeignFlag("--kube-timeout", "a request may take 15 s", "0"),
-        ForeignFlag("--cgroup-driver", _FOUND),
+        ForeignFlag("--cgroup-driver", _FINDS_CGROUP),
         ForeignFlag("--pprof-bind-port", "debugListen serves /debug", "0"),
         ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA", "false"),
         # those of vgpu-manager's monitor

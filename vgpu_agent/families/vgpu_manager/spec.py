@@ -52,17 +52,17 @@ if TYPE_CHECKING:
 
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
-    given = settings.section(VgpuManager)
+    section = settings.section(VgpuManager)  # without the node configuration
     if not settings.is_on(FAMILY):
-        return BuiltFamily(idle=(_instances(settings, given, facts.lists),))
+        return BuiltFamily(idle=(_instances(settings, section, facts.lists),))
     config = node_config.in_force(settings, facts)
-    vgpu, plugin = config.applied_to(given), settings.plugin
-    _, elsewhere = static_mig_strategy(settings, vgpu)
+    vgpu, plugin = config.applied_to(section), settings.plugin
+    _, why_not = static_mig_strategy(settings, vgpu)
     problems = [*config.problems, *config.notes]
-    problems += [f"{given.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
-    problems += [f"{SECTION}.migStrategy: {elsewhere}"] if elsewhere else []
-    # A grant's own spec needs no NVIDIA runtime, and a list strategy in the node configuration must
-    # not change that.
+    problems += [f"{section.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
+    problems += [f"{SECTION}.migStrategy: {why_not}"] if why_not else []
+    # A CDI spec of a grant's own needs no NVIDIA runtime, and a list strategy in the node
+    # configuration must not change that.
     own_specs = settings.cdi.inline and facts.late
     lists = facts.pod_lists if own_specs else config.lists(facts.pod_lists, plugin)
     options = VgpuManagerOptions.from_settings(settings, vgpu, lists=lists)
@@ -160,7 +160,7 @@ SPEC = FamilySpec(
     resource_prefixes=_BY_DEFAULT.resource_prefixes,
     annotations=_BY_DEFAULT.annotations,
     labels=_BY_DEFAULT.labels,
-    values=f"{OVERSOLD}|{DISABLED}",  # without metacharacters
+    values=f"{OVERSOLD}|{DISABLED}",  # a pattern; these names have no metacharacters
     variables=(
         f"CUDA_MEM_(LIMIT(_\\d{{1,2}})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL|{DECISIVE_VARIABLES}"
     ),

@@ -167,6 +167,8 @@ class VolcanoGpushareFamily:
         """Choose the cards that ``volcano.sh/gpu-index`` names,
         or without it the first that have room for the whole pod.
 
+        ``question`` has the container, its pod and ids, and what each device has left.
+
         Raises:
             RequestRefusedError: limits or annotation cannot be followed.
             CapacityError: the pod has no annotation and does not fit.
@@ -179,15 +181,15 @@ class VolcanoGpushareFamily:
                 f"the scheduler, in {GPU_INDEX}",
                 by_scheduler=True,
             )
-        number = self._options.strategy == NUMBER
-        gpus = self._idle_gpus(question) if number else (self._roomy_gpu(question),)
+        whole = self._options.strategy == NUMBER
+        gpus = self._idle_gpus(question) if whole else (self._roomy_gpu(question),)
         return Decision(
             self._shares(question, gpus),
-            f"the agent, the first {'idle GPUs' if number else 'GPU with room'} (no {GPU_INDEX})",
+            f"the agent, the first {'idle GPUs' if whole else 'GPU with room'} (no {GPU_INDEX})",
         )
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """The cards that ``volcano.sh/gpu-index`` names and that are not divided;
+        """The cards that ``volcano.sh/gpu-index`` names and that are not in MIG mode;
         nothing where the pod needs more than there is.
         """
         text, name = pod.annotations.get(GPU_INDEX), self._resource_name
@@ -213,8 +215,8 @@ class VolcanoGpushareFamily:
         return named
 
     def recall(self, question: Question) -> Decision | None:
-        """Return the annotation's decision. A pod without the annotation was placed by this agent,
-        and was not patched yet.
+        """Return the annotation's decision, for a container that runs already. None for a pod
+        without the annotation: this agent has placed it, and has not patched it yet.
         """
         text = question.pod.annotations.get(GPU_INDEX)
         if text is None:
@@ -285,15 +287,14 @@ class VolcanoGpushareFamily:
         return DesiredPod(desired_state)
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Leave no card for a scheduler to choose;
-        The kubelet itself sets the offered
-        resource to 0 when the plugin is gone.
+        """Leave no card for a scheduler to choose. The kubelet itself sets the offered resource to
+        0 when the plugin is gone.
         """
         del now
-        count = (
+        capacity = (
             {NUMBER_RESOURCE: "0"} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"}
         )
-        return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity=count)
+        return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity=capacity)
 
     def desired_node(self, view: NodeView) -> DesiredNode:
         """The counts from which the scheduler computes number and size of the cards, the cards that
@@ -509,10 +510,10 @@ class VolcanoGpushareFamily:
         """Position among the pod's cards → the UUID of the card that one of its containers has."""
         first = first_units(pod, self._resource_name)
         return {
-            first[name] + rank: share.device
+            first[name] + offset: share.device
             for name, each in shares.items()
             if name in first
-            for rank, share in enumerate(each)
+            for offset, share in enumerate(each)
         }
 
     def _indices(self, pod: Pod, served: Mapping[str, Grant]) -> str:
@@ -539,7 +540,9 @@ def _memory_ids(numbered: Mapping[int, Gpu], factor: int) -> NumberedIds:
 
 
 def _ordered(question: Question, gpus: Mapping[str, Gpu]) -> list[DeviceRoom]:
-    """Return the rooms of the known cards, by rank and then in the order of the numbers."""
+    """Return the rooms of the known cards, by rank (those that another family has or waits for come
+    last) and then in the order of the numbers.
+    """
     rooms = {room.device: room for room in question.rooms}
     return sorted(
         (rooms[uuid] for uuid in gpus if uuid in rooms),

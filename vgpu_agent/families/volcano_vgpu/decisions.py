@@ -6,9 +6,10 @@ The scheduler's decision is ``volcano.sh/vgpu-ids-new``, which stays on the pod 
 (volcano-vgpu D3): the GPUs of that container, each with its compute in percent and its memory in
 units of `Offer.factor` MiB. `Offer.units` has the memory of each GPU of this node in such units.
 
-The container in question is known from the kubelet's records, not guessed. Every user who may edit
-pods can write these annotations, so they never give more than the container's limits say. Called by
-`family`, `mig.family` and `mig.decisions`.
+A `Question` is about one container: it has its pod, the ids that the kubelet gave it, and what each
+device has left. The container is known from the kubelet's records, not guessed. Every user who may
+edit pods can write these annotations, so they never give more than the container's limits say.
+Called by `family`, `mig.family` and `mig.decisions`.
 """
 
 from __future__ import annotations

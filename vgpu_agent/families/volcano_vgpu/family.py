@@ -99,7 +99,7 @@ class VolcanoVgpuFamily:
         """Return the resources that the node offers (volcano-vgpu G2); see `resources_of`.
 
         Raises:
-            ConfigError: a list would not fit into a message of the kubelet.
+            OfferError: a list would not fit into a message of the kubelet.
         """
         resources = resources_of(inventory, self._options)
         self._factor = offer_of(inventory, self._options).factor
@@ -128,7 +128,7 @@ class VolcanoVgpuFamily:
 
     def decide(self, question: Question) -> Decision:
         """Follow the scheduler's decision in the pod's annotations. If there is none, choose the
-        GPUs.
+        GPUs. ``question`` has the container, its pod and ids, and what each device has left.
         """
         shares = decided_shares(question, offer_of(question.inventory, self._options))
         return (
@@ -145,8 +145,8 @@ class VolcanoVgpuFamily:
         return decided_gpus(pod, inventory, offer_of(inventory, self._options))
 
     def recall(self, question: Question) -> Decision | None:
-        """Return the scheduler's decision in the pod's annotations; None if there is none, or an
-        invalid one.
+        """Return the scheduler's decision in the pod's annotations, for a container that runs
+        already; None if there is none, or an invalid one.
         """
         try:
             shares = decided_shares(question, offer_of(question.inventory, self._options))

@@ -1,7 +1,7 @@
 """The settings of the family `volcano-vgpu`: its section and its rules.
 
 Defaults are those of the plugin that is replaced (volcano-vgpu §5). Its own configuration files are
-read by `files` and beat this section.
+read by `files` and override this section.
 """
 
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec
@@ -325,5 +325,6 @@ SETTINGS = FamilySettings(
     ),
     names=_names,
     collisions=_collisions,
+    # the setting with which the family takes more GPUs than it needs, and the value that avoids it
     spreading=(Spreading("binding.policy", "spread", "binpack"),),
 )

@@ -77,14 +77,14 @@ class _Files(msgspec.Struct, frozen=True):
 
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
-    # Existing instances that are not offered may still be held.
-    off = (
+    # Existing MIG instances that are not offered may still be held.
+    not_offered = (
         VolcanoStaticMigFamily(
             StaticMigOptions(MIXED, settings.section(VolcanoVgpu).mig_resource_prefix)
         ),
     )
     if not settings.is_on(FAMILY):
-        return BuiltFamily(idle=off)
+        return BuiltFamily(idle=not_offered)
     files = _files(settings, facts)
     vgpu, problems = files.settings, list(files.problems)
     names = {field.name: field.encode_name for field in msgspec.structs.fields(type(vgpu))}
@@ -133,7 +133,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
             if options.mode == MIG
             else VolcanoVgpuFamily(options, backend),
         ),
-        idle=() if static else off,
+        idle=() if static else not_offered,
         problems=tuple(problems),
         in_force=msgspec.structs.asdict(vgpu),
         origins=files.origins,
@@ -146,8 +146,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
 
 
 def _files(settings: Settings, facts: NodeFacts) -> _Files:
-    """Lay the files over the settings: the node configuration beats the ConfigMap,
-    and flags and variables beat that.
+    """Apply the files to the settings: the node configuration overrides all, then come flags and
+    variables, then the ConfigMap.
     """
     problems: list[str] = []
     origins: dict[str, str] = {}
@@ -156,6 +156,7 @@ def _files(settings: Settings, facts: NodeFacts) -> _Files:
         device_config = merge_texts(texts, read_device_config)
         prefix = "volcanoVgpu."
         attributes = {field.encode_name: field.name for field in msgspec.structs.fields(type(vgpu))}
+        # what a flag or an environment variable has set
         given = {
             attributes[path.removeprefix(prefix)] for path in facts.given if path.startswith(prefix)
         }

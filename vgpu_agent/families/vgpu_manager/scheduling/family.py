@@ -1,4 +1,6 @@
-"""The texts of vgpu-manager for a scheduler (`families.scheduling`)."""
+"""vgpu-manager's annotations, as a scheduler reads and writes them; the interface is in
+`families.scheduling`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class VgpuManagerScheduling:
         self, wanted: PodDemand, holding: Holding, numbers: Mapping[str, int], now_ns: int
     ) -> DesiredPod:
         """Return the state that vgpu-manager's extender has written when it binds a pod, in its two
-        patches together (vgpu-manager §4.3).
+        patches together (vgpu-manager §4.3). ``numbers`` has the index of each card by UUID.
         """
         keys = self._keys
         claims = (

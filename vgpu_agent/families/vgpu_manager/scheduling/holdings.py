@@ -1,8 +1,8 @@
 """What a bound pod holds, by the claims in its annotations (vgpu-manager §4.2, §4.4).
 
 Claims count from the moment when the pod is bound until it has ended. Those of a pod without a Node
-are worth nothing: any user can write them, and what the extender itself has promised to such a pod
-it keeps in the book (vgpu-manager §12.3).
+are worth nothing: any user can write them, and what the agent's own extender has reserved for such
+a pod is in its memory (`placement.nodes.book`, vgpu-manager §12.3).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def holding_of(pod: Pod, keys: Keys) -> Holding | None:
     """Return what the pod holds on its Node, None if that is nothing.
 
-    Of each container the claim of what it has received counts, otherwise the scheduler's. A text
-    that is nonsense counts for nothing while the other one can be read: a user who spoils the one
-    must not free the cards of the other.
+    Of each container the claim in ``real-allocated`` (what it has received) counts, otherwise that
+    in ``pre-allocated`` (the scheduler's). A malformed annotation counts for nothing while the
+    other one can be read: a user who spoils the one must not free the cards of the other.
 
     Raises:
         ClaimsTextError: nothing can be read; the message is the end of a sentence that names the

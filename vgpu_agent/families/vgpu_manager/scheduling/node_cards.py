@@ -1,8 +1,8 @@
 """The cards of a Node, as its annotations describe them (vgpu-manager §3).
 
-They are read when a Node is new or has changed, and not for each pod. A Node whose texts are
-nonsense is unfit, with a reason, and no other Node is affected. (In vgpu-manager's extender a gap
-in the cards' numbers crashes the whole process, vgpu-manager §12.3.)
+They are read when a Node is new or has changed, and not for each pod. A Node whose annotations are
+malformed gets no pod (`Unfit`), with a reason, and no other Node is affected. (In vgpu-manager's
+extender a gap in the cards' numbers crashes the whole process, vgpu-manager §12.3.)
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def followed(
     """Follow a scheduler's decision, on the instances that are free.
 
     Args:
-        question: of the container.
+        question: the container with its pod, and who holds which device (``taken``).
         segment: the scheduler's decision, checked against the pod's limits.
         known: the geometries.
         factor: MiB in one unit of memory.
@@ -101,18 +101,19 @@ def remembered(
     """
     shares = []
     for assigned in segment:
-        found = read_place(assigned.device)
+        place = read_place(assigned.device)
         gpu = question.inventory.gpu(assigned.gpu)
-        if found is None or gpu is None:
+        if place is None or gpu is None:
             return None
-        group = next((group for group in groups_of(gpu, known) if group.name == found[1]), None)
+        _, group_name, position = place
+        group = next((group for group in groups_of(gpu, known) if group.name == group_name), None)
         if group is None or not is_divided_as(gpu, group):
             return None
         instance = next(
             (
                 each
                 for slot, each in instances_by_slot(gpu, group).items()
-                if slot.position == found[2]
+                if slot.position == position
             ),
             None,
         )
@@ -136,7 +137,7 @@ def placed(
     first. A GPU that another family has or waits for comes last.
 
     Args:
-        question: of the container.
+        question: the container with its pod, ids and what each GPU has left.
         wanted_mib: GPU → memory asked for.
         unwanted: GPU → why the container must not have it; empty where it may.
         known: the geometries.
@@ -193,8 +194,8 @@ def share_of(instance: MigInstance) -> Share:
 def _place_of(
     question: Question, assigned: Assigned, known: Sequence[ModelGeometries], factor: int
 ) -> _Place:
-    pod, text, found = question.pod, question.pod.annotations[DECISION], read_place(assigned.device)
-    if found is None:
+    pod, text, place = question.pod, question.pod.annotations[DECISION], read_place(assigned.device)
+    if place is None:
         raise refused(
             pod,
             DECISION,
@@ -207,8 +208,9 @@ def _place_of(
             f"GPU {quoted(assigned.gpu)} was decided for the container and is missing; the start "
             "is tried again when the GPU answers"
         )
+    _, group_name, position = place
     groups = groups_of(gpu, known)
-    group = next((group for group in groups if group.name == found[1]), None)
+    group = next((group for group in groups if group.name == group_name), None)
     if group is None:
         names = ", ".join(group.name for group in groups)
         remedy = (
@@ -219,19 +221,19 @@ def _place_of(
             pod,
             DECISION,
             text,
-            f"knownMigGeometries has no group {quoted(found[1])} for {gpu.name}, it has {names}",
+            f"knownMigGeometries has no group {quoted(group_name)} for {gpu.name}, it has {names}",
             remedy,
         )
     slots = slots_of(gpu.uuid, group)
-    if found[2] >= len(slots):
+    if position >= len(slots):
         raise refused(
             pod,
             DECISION,
             text,
-            f"group {group.name} has {len(slots)} instances, and position {found[2]} is none of "
+            f"group {group.name} has {len(slots)} instances, and position {position} is none of "
             "them",
         )
-    slot = slots[found[2]]
+    slot = slots[position]
     if slot.memory_mib < assigned.memory_units * factor:
         problem = (
             f"{slot.text} is a {slot.profile} of {slot.memory_mib} MiB, and "

@@ -85,7 +85,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         for GPUs that can be divided.
 
         Raises:
-            ConfigError: see `resources_of`.
+            OfferError: see `resources_of`.
         """
         self._inventory = inventory
         return super().resources(inventory)
@@ -202,8 +202,9 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         units = offer_of(self._inventory, self._options).units
         held = []
         for place, share in enumerate(grant.shares):
-            group = found[1] if before and (found := read_place(before[place].device)) else ""
-            slot = self._slot_of(share.device, group)
+            named = read_place(before[place].device) if before else None
+            _, group_name, _ = named or ("", "", 0)
+            slot = self._slot_of(share.device, group_name)
             if slot is None or slot.gpu not in units:
                 return standing
             own = (
@@ -219,9 +220,11 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         if the instances of its GPU fit several groups.
         """
         found = self._inventory.device(uuid)
-        if found is None or found[1] is None:
+        if found is None:
             return None
-        gpu = found[0]
+        gpu, held_instance = found
+        if held_instance is None:  # a whole GPU
+            return None
         fitting = [
             group for group in groups_of(gpu, self._options.geometries) if is_divided_as(gpu, group)
         ]

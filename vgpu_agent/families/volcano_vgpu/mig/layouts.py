@@ -26,7 +26,7 @@ _PLACE = re.compile(r"([^\[\]]+)\[([^-\[\]]+)-([0-9]{1,4})\]\Z", re.ASCII)
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """An instance as a scheduler names it.
+    """A place for an instance in a group, as a scheduler names it.
 
     Attributes:
         gpu: UUID of the GPU.
