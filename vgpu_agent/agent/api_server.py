@@ -86,7 +86,9 @@ class ClusterAccess:
         supervisor: Supervisor,
         named: NamedConfiguration | None = None,
     ) -> None:
-        """Build it without any request; ``named`` gets the label, and its choice is remembered."""
+        """Build it without any request; ``named``, the configuration that a label of the Node
+        chooses, gets the label, and its choice is remembered.
+        """
         self.pod_cache = PodCache()
         self.changed = Revision()
         self.connected = False
@@ -149,8 +151,9 @@ class ClusterAccess:
 
     @property
     def texts(self) -> Mapping[str, tuple[str, ...]]:
-        """The texts in force of each file of a replaced plugin, also those from before a restart;
-        see `plugin_files.texts_in_force`.
+        """The texts in force of each file of a replaced plugin, also those from before a restart:
+        the last valid text, and invalid ones after it, whose correct parts count
+        (`plugin_files.texts_in_force`).
         """
         for file in _config_map_files(self._settings):
             watch = self.config_maps.get(file.name)
@@ -209,9 +212,9 @@ class ClusterAccess:
             evictions=self.reschedule.evictions if self.reschedule else {},
             rescued=self.rescue.counts if self.rescue else {},
             config_map=", ".join(
-                f"{found.namespace}/{found.name}"
-                for found in self.config_maps.values()
-                if found.namespace
+                f"{watch.namespace}/{watch.name}"
+                for watch in self.config_maps.values()
+                if watch.namespace
             ),
             remembered=(
                 {}
@@ -323,8 +326,9 @@ class ClusterAccess:
         """Start to keep Node and pods in the families' desired state;
         ``tokens`` and ``starting`` as for `PodPublisher`.
 
-        ``resources`` are the names of what this agent offers, ``owned`` their families; ``sent``,
-        ``lists``, ``withdrawn`` and ``counted`` as for `AllocatableWriter`.
+        ``wake`` advances when that state may have changed. ``resources`` returns the names of what
+        this agent offers, ``owned`` the family of each; ``sent``, ``lists``, ``withdrawn`` and
+        ``counted`` as for `AllocatableWriter`.
         """
         if self.client is None or self.nodes is None or not self.needed:
             return
@@ -404,8 +408,8 @@ class ClusterAccess:
         self._loop("pods failed while away", self.failed_pods.run)
 
     def _rescued(self, owned: Mapping[str, str]) -> frozenset[str]:
-        """Return those of the resources whose failed pods get another chance; ``owned`` has the
-        family of each.
+        """Return those of the resources whose failed pods are evicted or created again
+        (`cluster.rescue`); ``owned`` has the family of each.
         """
         asking = (family.names for family in FAMILIES if rescues(family, self._settings))
         families = frozenset().union(*asking)
@@ -427,7 +431,7 @@ class ClusterAccess:
         return await self.pods.fetch(namespace, name)
 
     def well_seconds(self) -> float:
-        """See `allocation.context.Context`."""
+        """Return for how many seconds the API server has answered without a failure."""
         return self.pods.well_seconds if self.pods is not None else 0.0
 
     async def may_get(self, token: str, path: str) -> bool:
@@ -563,7 +567,7 @@ class ClusterAccess:
 
 
 def rescues(family: FamilySpec, settings: Settings) -> bool:
-    """Tell whether the family's failed pods get another chance."""
+    """Tell whether the family's failed pods are evicted or created again."""
     asked = family.reschedules is not None and family.reschedules(settings)
     return family.is_on(settings) and (asked or settings.binding.reschedule_failed)
 

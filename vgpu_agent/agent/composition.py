@@ -172,8 +172,9 @@ class Agent:
             simulated_tool=_simulated_ctk if settings.simulate else None,
         )
         containers_in = [backend.containers_directory(settings) for backend in BACKENDS]
-        before = HAMI_CORE.directory_before(settings)
-        grants_in = (*containers_in, before)
+        # where the replaced plugin and earlier agents made the directories of containers
+        earlier_in = HAMI_CORE.directory_before(settings)
+        grants_in = (*containers_in, earlier_in)
         self._regions = RegionGuard(
             [
                 GuardedPlace(directory, backend.folders, backend.allowed_size)
@@ -190,7 +191,7 @@ class Agent:
             inline=self._cdi.inline,
             make_room=self._regions.make_room,
             on_file_made=self._on_file_made,
-            old_directory=before,
+            old_directory=earlier_in,
             slots=[RegionSlots(directory) for directory in containers_in],
             other_directories=(
                 *(backend.host_directory(settings) for backend in BACKENDS),
@@ -238,6 +239,7 @@ class Agent:
             journal=self._journal,
             patience_seconds=concurrency.STUCK_SECONDS,
         )
+        # a gate is asked before a resource is served, and may withhold it
         self._offering.gates.append(self._cdi.withheld)
         self._mps = MpsController(
             settings,
@@ -290,7 +292,7 @@ class Agent:
         )
         self._usages = ContainerUsages(
             self._cluster.pod_cache,
-            (HAMI_CORE.containers_directory(settings), before, DIRECTORY_BEFORE_1_12),
+            (HAMI_CORE.containers_directory(settings), earlier_in, DIRECTORY_BEFORE_1_12),
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
@@ -318,6 +320,7 @@ class Agent:
             sysfs_root=settings.sysfs_root,
         )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal, named=named)
+        # at the last rebuild of the ledger: the offered names, and whether the pods were known
         self._understood: tuple[frozenset[str], bool] | None = None
         self._lag = LoopLag()
         self._report = Report(
@@ -580,8 +583,8 @@ class Agent:
         self._allocator.refresh_claims()
 
     async def _follow_pods(self) -> None:
-        """Keep GPUs for the pods to which schedulers have given them, and end the turns whose time
-        is over.
+        """Keep GPUs for the pods to which schedulers have given them. And end the turns whose time
+        is over: a GPU that was returned is first offered to one family at a time.
         """
         while True:
             pods, ledger = self._cluster.pod_cache.revision.version, self._ledger.revision.version

@@ -105,7 +105,7 @@ class NamedConfiguration:
         Raises:
             ConfigError: the directory cannot be read, or what was chosen cannot be used.
         """
-        await self._hear()
+        await self._read_label()
         keys = await asyncio.to_thread(keys_in, self._named_documents.directory)
         self._choose(keys)
         if self.problem and not self.choice.reason:  # nothing is in force that could stay
@@ -200,7 +200,7 @@ class NamedConfiguration:
     def _file(self, choice: Choice) -> str:
         return self._named_documents.path(choice.key) if choice.key else ""
 
-    async def _hear(self) -> None:
+    async def _read_label(self) -> None:
         """Ask the API server for the label; where it does not answer,
         go by what an earlier agent has read.
         """
@@ -210,7 +210,7 @@ class NamedConfiguration:
             return
         try:
             async with asyncio.timeout(api_server.START_WAIT_SECONDS):
-                self.label = await self._ask(node)
+                self.label = await self._fetch_label(node)
         except (ClusterError, TimeoutError) as err:
             why = str(err) or (
                 f"no answer from the API server in {api_server.START_WAIT_SECONDS:g} s"
@@ -226,7 +226,7 @@ class NamedConfiguration:
                 self._before = InForce(remembered.named_config, remembered.named_text)
             self.label = remembered.config_label if self.label is None else self.label
 
-    async def _ask(self, node: str) -> str:
+    async def _fetch_label(self, node: str) -> str:
         """The label's value; empty where the Node has none.
 
         Raises:

@@ -150,6 +150,7 @@ class Report:
         )
 
     def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
+        """Return the status of a family; it is idle where this node has no device for it."""
         offered = any(plugin.family == name for plugin in self.offering.statuses)
         trouble, idle = ("", False) if offered else self.families.why_not_offered(name)
         return FamilyStatus(name, by_pod, offered, trouble, idle)

@@ -100,6 +100,7 @@ def _use(err: LedgerError, ledger: Ledger, inventory: Inventory) -> list[str]:
     found = inventory.device(err.device)
     gpu = found[0].uuid if found else err.device
     use = next((use for use in ledger.uses if use.gpu == gpu), None)
+    # `serves` returns the ledger's reason for a GPU that another family has
     if use is None or not use.family or availability.serves(use.family) not in err.text:
         return []
     return [

@@ -7,7 +7,7 @@ no NVML call and no file (the kubelet delays every pod of the node while it runs
 
 Where ids name devices, the answer is complete in Allocate (`by_ids`). Where the pod decides,
 Allocate answers with a CDI name that stands for the ids (`late_start`), or for the likeliest pod
-(`early`), and PreStartContainer proves the pod.
+(`early`). At PreStartContainer the kubelet's records prove which pod it is.
 """
 
 from __future__ import annotations
@@ -175,10 +175,10 @@ class Allocator:
             UnhealthyDeviceError: a device that must not be given to any container now.
             CapacityError: more than a device has.
         """
-        facts = {}
+        extra = {}  # fields of the log line
         try:
             offered = self._ledger.resource(resource)
-            if offered.decided_by is Decider.NOBODY:
+            if offered.decided_by is Decider.NOBODY:  # it is only there for schedulers to count
                 if self.mode is not None and not self.mode.late:
                     self.early.counted(resource, len(ids))
                 return Edits()
@@ -188,7 +188,7 @@ class Allocator:
             if offered.decided_by is Decider.IDS:
                 grant, edits = self._by_ids.allocate(offered, ids)
             else:
-                facts["token"] = grant_token(resource, ids)
+                extra["token"] = grant_token(resource, ids)
                 grant, edits = await self._allocate_for_a_pod(offered, ids)
         except (RequestRefusedError, LedgerError) as err:
             self._journal.record(
@@ -207,7 +207,7 @@ class Allocator:
             resource=resource,
             ids=shortened_ids(ids),
             devices=_devices(grant),
-            **facts,
+            **extra,
         )
         return edits
 
@@ -285,6 +285,7 @@ class Allocator:
         """Bring the ledger in line with the kubelet's records (see `Ledger.reconcile`);
         each correction is journalled.
 
+        ``newest`` is the number of the last grant that was booked before the records were read.
         ``kept`` are numbers of grants that stay although the records do not show them.
 
         Returns:

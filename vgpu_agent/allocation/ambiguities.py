@@ -39,7 +39,7 @@ class Ambiguities:
     """See the module.
 
     State: the first and the last refusal of each ambiguity, by token and the pods' UIDs, in the
-    loop's time; and the containers that were told to give way.
+    loop's time; and the containers that give way, which were refused for good.
 
     Attributes:
         total: how many starts were refused because the records named several holders.
@@ -63,7 +63,7 @@ class Ambiguities:
         Args:
             resource: of the ids.
             token: of the ids.
-            err: why the start is refused, with the suspects.
+            err: why the start is refused, with the suspects: the containers that may be meant.
             started: (pod's UID, container, resource) of the containers that were allowed to start.
         """
         gives_way = None

@@ -34,10 +34,10 @@ class IdAllocator:
         # is not recommended.
         usable = {entry.id.id for entry in self._ledger.listing(offered.name) if entry.healthy}
         healthy = [id_ for id_ in available if id_ in usable]
-        around = neighbours_of(self._ledger, offered.family, self._ledger.grants)
+        other_families = neighbours_of(self._ledger, offered.family, self._ledger.grants)
         try:
             return self._family(offered).prefer(
-                offered, healthy, must_include, size, self._context.inventory(), around
+                offered, healthy, must_include, size, self._context.inventory(), other_families
             )
         except (CapacityError, UnknownDeviceError) as err:
             self._context.journal.record(

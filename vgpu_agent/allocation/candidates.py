@@ -1,7 +1,8 @@
 """Guess the container that a call of the kubelet is for.
 
 The pods are narrowed down to those whose next container asks for as many ids, and the one that was
-bound first is taken. It stays a guess until PreStartContainer has proven the pod.
+bound first is taken. It stays a guess until the start (PreStartContainer), when the kubelet's
+records prove which pod it is.
 """
 
 from __future__ import annotations

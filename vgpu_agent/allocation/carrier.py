@@ -1,9 +1,9 @@
 """The way of a decided grant to its container, as `allocation` sees it; `runtime` is the carrier.
 
 The CDI name stands for the ids, not for a pod. It is given to the kubelet before the owner of the
-ids is known, and the spec behind it is written when the pod has been proven. A record of the grant
-travels inside the spec file, so that after a restart of the agent the files themselves show what
-was decided, also while the API server is away.
+ids is known, and the spec behind it is written when the pod has been proven, by the kubelet's
+records. A record of the grant travels inside the spec file, so that after a restart of the agent
+the files themselves show what was decided, also while the API server is away.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GrantRecord(msgspec.Struct, frozen=True):
         shares: in the family's order.
         by: the decider (`families.family.Decision.by`).
         decided_at: unix seconds.
-        collected: the grant's own host directory, see `Provision.collected`.
+        collected: the grant's own host directory, which is removed once the pod is gone.
         may_overcommit: see `Grant.may_overcommit`.
         rules_out: the init containers of the pod that had ended, or were still to start, when this
             one started (`holdings.ruled_out`). Main containers are left out: one that starts again

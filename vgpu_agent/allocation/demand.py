@@ -100,13 +100,13 @@ class Demand:
         name, family = resource.name, resource.family
         if not self._holders.isdisjoint({(name, pod.kubelet_uid), (name, pod.full_name)}):
             return []
-        given = min(count, self._unnamed[name])
-        self._unnamed[name] -= given
+        granted = min(count, self._unnamed[name])
+        self._unnamed[name] -= granted
         if name not in self._left:
             serving, free = self._ledger.free_ids_by_gpu(name)
             self._left[name] = _Left(sum(serving.values()), free)
         left = self._left[name]
-        missing = count - given - left.serving
+        missing = count - granted - left.serving
         chosen = self._choose(pod, family, left.free, missing)
         if missing > sum(chosen.values()):
             return []  # the kubelet cannot admit it in any case
@@ -141,7 +141,7 @@ class Demand:
             return (
                 gpu not in self._taken,
                 not kept_before,
-                not self._ledger.is_first(gpu, family),
+                not self._ledger.is_first(gpu, family),  # only this family is offered it just now
                 named,
             )
 

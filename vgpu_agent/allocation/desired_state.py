@@ -78,6 +78,7 @@ class DesiredPods:
         started: dict[str, dict[tuple[str, str], Grant]] = {}
         for grant in (
             *served_before,
+            # proven: the kubelet names the very container that the shares were decided for
             *(grant for grant in context.ledger.grants if grant.proven and grant.shares),
         ):
             if grant.decided_for:

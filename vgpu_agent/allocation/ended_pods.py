@@ -202,7 +202,7 @@ class EndedPods:
                 continue
             pod = self._context.pods.get(owner.pod_uid)
             if pod is None and self._context.pods.was_left_out(owner.pod_uid):
-                continue
+                continue  # the pod is there, but too large for the pod cache, or one too many
             if pod is None or pod.ended:
                 self._ledger.release(grant.number)
                 self._context.journal.record(

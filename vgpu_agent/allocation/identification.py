@@ -1,5 +1,5 @@
 """Identify the container about to start, from the kubelet's own records and the known pods;
-never guess.
+never guess. A container that they name without doubt is called *proven*.
 
 There are two records. The checkpoint names the pod's UID and the container (plain init containers
 too); pod-resources names namespace, pod and container of what is alive. One alone counts where it
@@ -190,8 +190,8 @@ class Identification:
                 await asyncio.sleep(_REREAD_SECONDS)
                 continue
             try:
-                if named := holder(found, pods, fetched):
-                    return *named, found, kubelet_evidence
+                if pod_and_owner := holder(found, pods, fetched):
+                    return *pod_and_owner, found, kubelet_evidence
                 if fetched is None:
                     record = self._before(found, token, alone=offered.init_shares)
                     # While the first list of pods is read, which takes seconds with the largest
@@ -245,25 +245,28 @@ class Identification:
         while True:
             version = pods.revision.version
             pod = pods.get(uid) or pod
-            found = self._turn(pod, names, last, settled=False)
+            found = self._starting_container(pod, names, last, settled=False)
             if found is not None:
                 name = found
                 break
             if not await _newer(pods, version, until - loop.time()):
                 pod = await self._as_it_is_now(pod)
-                name = self._settled(pod, names, last)
+                name = self._by_settled_status(pod, names, last)
                 break
         owner = msgspec.structs.replace(start.owner, container=name)
         return msgspec.structs.replace(start, pod=pod, owner=owner)
 
-    def _settled(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str:
-        found = self._turn(pod, names, last, settled=False)
+    def _by_settled_status(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str:
+        """Return the container that starts, by the status of a pod that was just read from the API
+        server: what it does not show has not happened, unless the API server was away a moment ago.
+        """
+        found = self._starting_container(pod, names, last, settled=False)
         if found is None and self._context.api_well_seconds() < STATUS_SECONDS:
             raise NotProvenError(
                 f"the API server was away a moment ago, and the status of pod {pod.full_name} may "
                 "not say yet which of its containers have ended; the kubelet will retry"
             )
-        found = found or self._turn(pod, names, last, settled=True)
+        found = found or self._starting_container(pod, names, last, settled=True)
         if found is None:
             raise NotProvenError(
                 f"the status of pod {pod.full_name} still shows that its last container with these "
@@ -271,9 +274,10 @@ class Identification:
             )
         return found
 
-    def _turn(
+    def _starting_container(
         self, pod: Pod, names: Collection[str], last: GrantRecord | None, *, settled: bool
     ) -> str | None:
+        """See `shared_ids.starting_container`; ``settled``: the pod's status is up to date."""
         booted_at = self._context.booted_at()
         return starting_container(pod, names, last, settled=settled, booted_at=booted_at)
 
@@ -289,7 +293,7 @@ class Identification:
             raise NotProvenError(
                 f"pod {pod.full_name} does not exist any more; the kubelet will notice"
             )
-        return now.as_static(pod.static_uid)
+        return now.as_static(pod.static_uid)  # of a mirror pod; empty for all others
 
     def _before(self, found: IdRecords, token: str, *, alone: bool) -> GrantRecord | None:
         """The record of the very container that the kubelet's records name for these ids,
@@ -383,7 +387,10 @@ def records_about(
             *containers.get(entry.owner.pod_uid, ()),
             entry.owner.container,
         )
-    whole = [entry.owner.container for entry in listed if _has_exactly(entry, resource, wanted)]
+    # the containers that pod-resources lists with exactly these ids
+    exact_listed = [
+        entry.owner.container for entry in listed if _has_exactly(entry, resource, wanted)
+    ]
     evidence = []
     if containers:
         evidence.append(
@@ -394,22 +401,25 @@ def records_about(
         )
     if named:
         evidence.append(
-            f"pod-resources: {'/'.join(named)}" + (f" container {whole[0]}" if whole else "")
+            f"pod-resources: {'/'.join(named)}"
+            + (f" container {exact_listed[0]}" if exact_listed else "")
         )
     if kubelet_evidence.trouble:
         evidence.append(f"not read: {kubelet_evidence.trouble}")
-    if whole and containers:
+    if exact_listed and containers:
         # What is listed alive by name must be what the checkpoint has by UID.
-        containers = {uid: names for uid, names in containers.items() if set(whole) <= set(names)}
+        containers = {
+            uid: names for uid, names in containers.items() if set(exact_listed) <= set(names)
+        }
     if not containers:
-        if kubelet_evidence.checkpoint is not None or not whole:
+        if kubelet_evidence.checkpoint is not None or not exact_listed:
             raise NotProvenError(
                 f"the kubelet's records do not say yet who holds {_some(ids)} of {resource}"
                 + (f" ({kubelet_evidence.trouble})" if kubelet_evidence.trouble else "")
                 + "; the kubelet will retry"
             )
         _refuse_namesakes(resource, wanted, named, kubelet_evidence)
-        containers = {"": tuple(whole)}
+        containers = {"": tuple(exact_listed)}
     return IdRecords(tuple(uid for uid in containers if uid), named, containers, tuple(evidence))
 
 

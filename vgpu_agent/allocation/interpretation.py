@@ -109,7 +109,7 @@ class Interpretation:
             return False
         pod = self._context.pods.get(grant.owner.pod_uid)
         if pod is None and self._context.pods.was_left_out(grant.owner.pod_uid):
-            return True
+            return True  # the pod is there, but too large for the pod cache, or one too many
         container = pod.container(grant.owner.container) if pod else None
         if pod is None or container is None or pod.ended:
             return False

@@ -36,7 +36,7 @@ from vgpu_agent.allocation.division import Division
 from vgpu_agent.allocation.early.binding import WrongPodError
 from vgpu_agent.allocation.holdings import ended_before, is_outdated
 from vgpu_agent.allocation.identification import Identification, NotProvenError
-from vgpu_agent.allocation.overcommits import may_overcommit, why_not
+from vgpu_agent.allocation.overcommits import may_overcommit, why_no_overcommit
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import (
     AgentError,
@@ -94,7 +94,7 @@ class LateStart:
         # token → its lock, and how many hold it or wait for it
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
         # by token, of starts that are refused again and again
-        self._told_refusals = log.ChangeFilter()
+        self._journalled_refusals = log.ChangeFilter()
         # by token, of deliveries that cannot be made; they are tried again and again
         self._failed_deliveries = log.ChangeFilter()
         self._answered_tokens: set[str] = set()
@@ -186,7 +186,7 @@ class LateStart:
                 raise self._refused(start, err) from err
             for name in {start.owner.container, *start.found.containers.get(start.key[0], ())}:
                 self._context.refusals.clear(start.owner.pod_uid, name)
-            self._told_refusals.over(token)
+            self._journalled_refusals.over(token)
             self.started[*start.key, offered.name] = grant
             self._context.journal.record(
                 "start.bound",
@@ -264,6 +264,7 @@ class LateStart:
             ),
             provision,
         )
+        # for the pod's owner, such as that an annotation was not followed
         self._context.notices.add_remarks(start.pod, start.owner.container, decision.remarks)
         return grant
 
@@ -298,7 +299,7 @@ class LateStart:
             found = await self._identification.identify(offered, ids, token, family)
         except NotProvenError as err:
             self._ambiguities.refuse(offered.name, token, err, self.started)
-            self._tell("start.not_proven", token, str(err), resource=offered.name)
+            self._journal_refusal("start.not_proven", token, str(err), resource=offered.name)
             raise
         self._ambiguities.identified(token, None if isinstance(found, GrantRecord) else found)
         return found
@@ -446,7 +447,7 @@ class LateStart:
             # The scheduler counts the pod as placed, so nothing but its end makes it go elsewhere.
             suffix = ""
             if isinstance(err, OvercommitError):
-                suffix = f"; {why_not(start.pod, self._context.settings)}"
+                suffix = f"; {why_no_overcommit(start.pod, self._context.settings)}"
             elif isinstance(err, CapacityError):
                 suffix = "; memory is never overcommitted"
             remedies = advice.for_scheduled(
@@ -505,7 +506,7 @@ class LateStart:
             advice=remedies,
             final=isinstance(err, WrongPodError),
         )
-        self._tell(
+        self._journal_refusal(
             "start.refused",
             start.token,
             reason,
@@ -519,11 +520,11 @@ class LateStart:
             text if pod.full_name in text else f"{pod.full_name}, container {container}: {text}"
         )
 
-    def _tell(self, event: str, token: str, reason: str, **facts: Any) -> None:
+    def _journal_refusal(self, event: str, token: str, reason: str, **facts: Any) -> None:
         """Journal why a start is refused, once while the reason stays: the kubelet asks again about
         every quarter of a minute.
         """
-        if self._told_refusals.is_new(token, reason):
+        if self._journalled_refusals.is_new(token, reason):
             self._context.journal.record(
                 event, level="warning", token=token, reason=reason, **facts
             )
@@ -547,10 +548,10 @@ class LateStart:
         self._ambiguities.keep_only(uids)
         tokens = (
             {grant_token(grant.resource, grant.ids) for grant in ledger.grants}
-            if self._told_refusals or self._answered_tokens
+            if self._journalled_refusals or self._answered_tokens
             else set()
         )
-        self._told_refusals.keep_only(tokens)
+        self._journalled_refusals.keep_only(tokens)
         self._answered_tokens &= tokens
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:

@@ -27,8 +27,8 @@ class BindingMode(msgspec.Struct, frozen=True):
     """The way in which grants are bound on this node.
 
     Attributes:
-        late: decide at PreStartContainer and carry by CDI; otherwise decide in Allocate and prove
-            at PreStartContainer.
+        late: decide at PreStartContainer and carry by CDI; otherwise decide in Allocate, for a
+            guessed pod, and prove at PreStartContainer that it was the right one.
         by_annotation: the CDI name travels as an annotation, because this kubelet has no field for
             it.
         reason: one sentence.

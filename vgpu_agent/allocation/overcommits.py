@@ -1,4 +1,5 @@
 """Starts on a GPU of which a scheduler has assigned more compute, or more places, than it has.
+A place is the room for one container: each GPU takes a limited number of them.
 
 Volcano's scheduler does not count the compute and the place of a second container of a pod on the
 same GPU. It does count its memory. For the scheduler such a pod is placed, so the agent would
@@ -51,10 +52,10 @@ class Overcommits:
 
 def may_overcommit(decision: Decision, pod: Pod, binding: Binding) -> bool:
     """Tell whether ``decision`` may take more compute or more places than a device has."""
-    return decision.by_scheduler and (decision.kept or not why_not(pod, binding))
+    return decision.by_scheduler and (decision.kept or not why_no_overcommit(pod, binding))
 
 
-def why_not(pod: Pod, binding: Binding) -> str:
+def why_no_overcommit(pod: Pod, binding: Binding) -> str:
     """Explain why a decision in the annotations of ``pod`` may not exceed a device;
     empty when it may.
 

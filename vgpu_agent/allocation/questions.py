@@ -41,6 +41,7 @@ def question(
                 of_pod.append(grant)
             if decided_for == (uid, container) or not wanted.isdisjoint(grant.ids):
                 own.append(grant.number)
+    # the pod's other containers → their shares
     siblings = {
         grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares
     }
@@ -78,7 +79,7 @@ def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neigh
     ``family`` considers them when it chooses a GPU.
     """
     if not (shared := ledger.shared_gpus(family)):
-        return ALONE
+        return ALONE  # no other family is offered a GPU of this one
     held = (
         (ledger.gpu_of(share.device), grant.family) for grant in grants for share in grant.shares
     )

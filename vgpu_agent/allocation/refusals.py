@@ -1,5 +1,5 @@
 """The containers that may not start now, with the reasons:
-the one list for all code that gives such a pod another chance.
+the one list for all code that reports such a pod, evicts it or creates it again.
 
 `allocation` adds an entry each time PreStartContainer refuses, and removes it when the container
 starts after all. `cluster` reads the list: what stays refused gets an event and, if configured, an

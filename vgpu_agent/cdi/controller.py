@@ -388,7 +388,9 @@ class CdiController:
         self._kept_back = dict(wanted)
 
     def _named(self) -> Iterator[tuple[str, Place, str]]:
-        """UUID, place and qualified name of each device that containers can be given."""
+        """UUID, place (index and device nodes) and qualified name of each device that containers
+        can be given.
+        """
         for uuid, place in places(shape(self._inventory)) if self._inventory is not None else ():
             yield uuid, place, f"{self._kind}={place.position if self._by_index else uuid}"
 
@@ -431,8 +433,8 @@ def _tool(settings: Settings) -> str:
     """Return the path by which the agent runs nvidia-ctk: the one in the settings, or the same
     below the mounted driver root if only that exists; looks at the file system.
     """
-    own, nodes = (
+    own, mounted = (
         settings.cdi.nvidia_ctk,
         settings.cdi.container_driver_root.rstrip("/") + settings.cdi.nvidia_ctk,
     )
-    return nodes if not os.path.exists(own) and os.path.exists(nodes) else own
+    return mounted if not os.path.exists(own) and os.path.exists(mounted) else own

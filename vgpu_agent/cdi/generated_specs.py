@@ -82,7 +82,10 @@ class _EarlierSpec(NamedTuple):
 
 
 class _Made(msgspec.Struct):
-    """The content of one file: what it was made for, when, and whether runtimes can find it."""
+    """The content of one file: what it was made for, when, and whether runtimes can find it.
+
+    ``described`` are the `Wanted.devices` at that time; None for a file of an earlier agent.
+    """
 
     made_for: Hashable
     described: Hashable

@@ -74,7 +74,7 @@ class Stuck:
         self.process: asyncio.subprocess.Process | None = None
 
     def require_none(self, shown: str) -> None:
-        """Raise `CdiError` while there is such a run."""
+        """Raise `CdiError` while there is such a run; ``shown`` is the program in its text."""
         if self.process is not None and self.process.returncode is None:
             raise CdiError(
                 f"an earlier {shown} (process {self.process.pid}) does not end even when killed; "

@@ -51,8 +51,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--backend",
         choices=[backend.name for backend in BACKENDS],
         help=(
-            "only for this backend, also while no family uses it; for a container that has no "
-            "other one's directory"
+            "only for this backend, also while no family uses it; for a container into which only "
+            "this backend's directory is mounted"
         ),
     )
     options.add_arguments(parser)

@@ -97,7 +97,8 @@ class AllocatableWriter:
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
             sent: returns resource → the counts of the last list that the kubelet was sent over a
-                stream that is still open.
+                stream that is still open. ``offered`` are the healthy ids without those that
+                schedulers must no longer see; they are written.
             lists: advances when the result of ``sent`` changes.
             withdrawn: advances when schedulers must see fewer ids than the kubelet has.
             counted: called with the value of ``withdrawn`` up to which the Node has the counts, or

@@ -62,7 +62,7 @@ class ConfigMapWatch:
         self._places = [_Place(source, namespace, name, journal) for namespace in namespaces]
         for place in self._places:
             # In one of the usual namespaces the role may be missing; in the one that was asked for
-            # that is a mistake.
+            # that is a mistake, which the readiness check shows.
             place.reflector.status.essential = place.namespace == expected_in
 
     @property

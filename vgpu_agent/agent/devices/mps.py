@@ -87,6 +87,7 @@ class MpsController:
         self._options: dict[str, MpsOptions] = {
             family.name: family.mps(settings) for family in FAMILIES if family.mps
         }
+        # a setting that puts the daemons' files where containers could change them, and why
         self._exposed = collisions.exposed_mps_directory(settings)
         self._of_host = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY)
         if self._started:  # the ledger may stay the same, so `_follow` may not be woken
@@ -127,6 +128,7 @@ class MpsController:
             )
 
     async def _follow(self) -> None:
+        # ends daemons of an earlier agent that no resource needs any more
         await self._supervision.recall()
         async for _ in self._ledger.revision.changes():
             self._refresh()

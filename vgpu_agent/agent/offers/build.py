@@ -43,7 +43,8 @@ class Found(msgspec.Struct, frozen=True):
     Attributes:
         nodes: NVIDIA's control device nodes.
         cdi: IMEX channels, and the device modes that have a CDI spec.
-        facts: what families need to know, without `lists` and `pod_lists`, which `build` adds.
+        facts: what families need to know, without `lists` and `pod_lists` (how containers get
+            their devices), which `build` adds.
     """
 
     nodes: ControlNodes = NONE_FOUND
@@ -138,6 +139,7 @@ def build(settings: Settings, found: Found) -> Built:
     lists, pod_lists = list_options(settings, found), _of_pods(settings, found)
     facts = msgspec.structs.replace(found.facts, lists=lists, pod_lists=pod_lists)
     parts = [family.build(settings, facts) for family in FAMILIES]
+    # the families whose ids name devices, those whose pods decide, and those that offer nothing now
     by_ids = tuple(itertools.chain.from_iterable(part.by_ids for part in parts))
     by_pod = tuple(itertools.chain.from_iterable(part.by_pod for part in parts))
     idle = tuple(itertools.chain.from_iterable(part.idle for part in parts))
@@ -146,13 +148,13 @@ def build(settings: Settings, found: Found) -> Built:
         lacking = [family.name for family in by_ids] if lists.names_nodes else []
         lacking += [family.name for family in by_pod] if pod_lists.names_nodes else []
         without_nodes = frozenset(lacking)
-    named = {family.name: part for family, part in zip(FAMILIES, parts, strict=True)}
+    part_of = {family.name: part for family, part in zip(FAMILIES, parts, strict=True)}
     return Built(
         Families(by_ids, by_pod, idle=idle),
         tuple(itertools.chain.from_iterable(part.problems for part in parts)),
-        {name: part.in_force for name, part in named.items() if part.in_force},
-        {name: part.origins for name, part in named.items() if part.in_force},
-        {name: part.limits for name, part in named.items() if part.limits is not None},
+        {name: part.in_force for name, part in part_of.items() if part.in_force},
+        {name: part.origins for name, part in part_of.items() if part.in_force},
+        {name: part.limits for name, part in part_of.items() if part.limits is not None},
         {
             file.name: facts.texts.get(file.name, ())
             for family in FAMILIES
@@ -163,7 +165,7 @@ def build(settings: Settings, found: Found) -> Built:
         without_nodes,
         {family.name: part.blocked for part in parts for family in part.by_pod if part.blocked},
         frozenset(part.uses_library for part in parts if part.uses_library),
-        {name: part.services for name, part in named.items() if part.services != NO_SERVICES},
+        {name: part.services for name, part in part_of.items() if part.services != NO_SERVICES},
     )
 
 

@@ -102,7 +102,7 @@ class FamiliesInForce:
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
-        """The families that are switched on, each with whether it is a pod family."""
+        """The families that are switched on, each with whether its pods decide on the devices."""
         families = self._families
         return (
             *((family.name, False) for family in families.by_ids),
@@ -138,8 +138,8 @@ class FamiliesInForce:
         """Put ``settings`` in force.
 
         Raises:
-            OfferError: the `nvidia` family would offer more than the kubelet takes; nothing has
-                changed.
+            OfferError: a family whose ids name devices would offer more than the kubelet takes;
+                nothing has changed.
         """
         async with self._changing:
             built, libraries = await self._build(settings)
@@ -238,7 +238,7 @@ class FamiliesInForce:
         for pod_family in self._families.by_pod:
             unsupported = _why_unsupported(pod_family, inventory)
             cautions += () if unsupported else pod_family.cautions(inventory)
-            problems = unsupported or self._add(pod_family, inventory, offered, checked=True)
+            problems = unsupported or self._add(pod_family, inventory, offered, check_size=True)
             refused |= problems
             by_pod += [] if problems else [pod_family]
         self._offering.accept(
@@ -247,6 +247,8 @@ class FamiliesInForce:
         self._refused = frozenset(refused)
         for name, reason in refused.items():
             self._offering.refuse(name, reason)
+        # families that start no container now, and families whose ids are not offered now: see
+        # `allocation.context.Families`
         paused = [
             family
             for family in self._families.by_pod
@@ -268,14 +270,14 @@ class FamiliesInForce:
         inventory: Inventory,
         offered: list[Resource],
         *,
-        checked: bool = False,
+        check_size: bool = False,
     ) -> Mapping[str, str]:
         """Add the resources of the family to ``offered``. If they cannot be offered, add none and
         return resource → reason.
         """
         try:
             resources = family.resources(inventory)
-            if checked:
+            if check_size:
                 check_offer(resources)
             _check_distinct(offered, resources)
         except OfferError as err:

@@ -185,7 +185,9 @@ class Offering:
 
     async def _sync(self) -> None:
         wanted = {
-            resource.name: resource for resource in self._ledger.resources if self._fits(resource)
+            resource.name: resource
+            for resource in self._ledger.resources
+            if self._may_be_served(resource)
         }
         stale = [
             name
@@ -220,7 +222,8 @@ class Offering:
         for name in names:
             await self._supervisor.stop(_task(name))
 
-    def _fits(self, resource: Resource) -> bool:
+    def _may_be_served(self, resource: Resource) -> bool:
+        """Tell whether the resource may be served now; if not, withhold it with the reason."""
         if reason := self.blocked.get(resource.family):
             self.withhold(resource.name, Withheld(reason))
             return False

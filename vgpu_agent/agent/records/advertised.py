@@ -138,6 +138,7 @@ class ListedIds:
         if sent is None or sent.seconds_ago < _SETTLING_SECONDS:
             history.doubted = False
             return False
+        # the number of our ids that are not listed, and the listed ids that are not ours
         missing, strangers = sent.differences(listed)
         if not missing and not strangers:
             self._note_fine(status, history)

@@ -46,7 +46,7 @@ class GrantKeeping:
         """Build it.
 
         Args:
-            directory: the files.
+            directory: the files of grants.
             allocator: knows what should be there.
             ledger: knows the holders of ids.
             pod_cache: knows which pods there are.
@@ -103,7 +103,7 @@ class GrantKeeping:
             await self._watch_for_foreign_specs(self._pause_seconds, beat)
 
     async def _watch_for_foreign_specs(self, seconds: float, beat: Callable[[], None]) -> None:
-        """Check after each Allocate whether its name has a spec already;
+        """Check after each Allocate whether the CDI name of its ids has a spec already;
         return when the pods have changed, or after a while.
         """
         loop = asyncio.get_running_loop()
@@ -126,6 +126,7 @@ class GrantKeeping:
         if not self._pod_cache.synced.is_set():
             return
         await self._directory.collect(self._still_wanted, beat)
+        # then the directories for which there is no grant record
         for directory in self._directories:
             await self._directory.sweep(
                 directory, lambda name: self._lives(name.partition("_")[0]), beat

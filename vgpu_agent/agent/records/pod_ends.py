@@ -84,7 +84,7 @@ class PodEnds:
         )
         if not all(self._pod_cache.has_ended(entry.owner.pod_uid) for entry in entries):
             return False
-        # not `entries`: the checkpoint has no names, and pods that have ended
+        # not `entries`: the checkpoint has no names of pods, and still has pods that have ended
         listed = {
             (held.owner.namespace, held.owner.pod)
             for held in records.holdings

@@ -165,7 +165,7 @@ class Verification:
         until = loop.time() + seconds
         first_at: float | None = None
         revision: Revision = self._ledger.revision
-        newest, woken = self._ledger.newest, False
+        newest, woken = self._ledger.newest, False  # the number of the last booking
         while (left := until - loop.time()) > 0:
             version, pods = revision.version, self._pod_cache.revision.version
             if (ends_in := self._seconds_to_ends()) <= 0:
@@ -210,6 +210,7 @@ class Verification:
             self._ledger.newest,
             self._ends.pending(),
         )
+        # resources that are only there for schedulers to count: the ledger has no grants of them
         counted = frozenset(
             offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
         )

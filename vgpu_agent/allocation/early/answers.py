@@ -1,9 +1,9 @@
 """The answers of early Allocates, the containers they were meant for, and whether an answer is
 right for the container that has it.
 
-The proof is the answer that the kubelet itself keeps: it must be the answer that the proven
-container should have got. Of two containers with equal shares that got each other's answers, each
-may keep what it got.
+The kubelet's records prove which container starts, and keep the answer that it has. It must be the
+answer that this container should have got. Of two containers with equal shares that got each
+other's answers, each may keep what it got.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ class Answers:
 
 
 def _has_answered(provision: Provision, answers: Collection[Edits]) -> bool:
-    """Tell whether any of ``answers`` mounts the directory of the provision's own container.
+    """Tell whether any of ``answers`` mounts the directory of the provision's own container: the
+    present one (``collected``), or that of an earlier version of the agent (``before``).
 
     Other parts of the answer may differ: an agent that has forgotten its guesses can answer for the
     same container again, with another GPU.

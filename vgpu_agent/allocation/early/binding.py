@@ -1,9 +1,9 @@
-"""Answer in Allocate by a guess, and prove the answer at PreStartContainer.
+"""Answer in Allocate by a guess, and prove at PreStartContainer that the answer is right.
 
 The kubelet does not name the pod in Allocate, so the answer is made for the likeliest container
-(`candidates`). At PreStartContainer the container is known. A wrong answer cannot be changed any
-more, so the start is refused permanently, with one exception: two containers with equal shares may
-have each other's answers (`answers`).
+(`candidates`). At PreStartContainer the kubelet's records name the container. A wrong answer cannot
+be changed any more, so the start is refused permanently, with one exception: two containers with
+equal shares may have each other's answers (`answers`).
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class EarlyBinding:
         """Let a container start with the answer it has, if that is the right one.
 
         Args:
-            start: the container, proven.
+            start: the container, as the kubelet's records name it without doubt.
             decide: makes the decision for the container.
             book: books the decision; the last argument names the decider.
 
@@ -290,7 +290,7 @@ class EarlyBinding:
         """
         self._answers.admitted(start.pod)
 
-        def prove() -> tuple[Decision, list[Provision], str]:
+        def attempt() -> tuple[Decision, list[Provision], str]:
             decision = decide(start)
             if decision.layouts:
                 raise RequestRefusedError(
@@ -299,7 +299,8 @@ class EarlyBinding:
                 )
             return decision, *self._prove(start, decision.shares)
 
-        decision, provisions, exchanged = await self._ended.with_room(start, prove)
+        # `with_room` tries again once ended pods have made room
+        decision, provisions, exchanged = await self._ended.with_room(start, attempt)
         by = decision.by
         # The answer that the kubelet keeps is proven for these shares, so only their booking is
         # tried again.
@@ -316,8 +317,9 @@ class EarlyBinding:
         return grant
 
     def _prove(self, start: Start, shares: tuple[Share, ...]) -> tuple[list[Provision], str]:
-        """Return the provisions that the kept answers need on the host, and a text about the
-        container that has exchanged its answer with this one, if any.
+        """Return the provisions (edits, and what must be on the host) of the answers that the
+        kubelet keeps, and a text about the container that has exchanged its answer with this one,
+        if any.
         """
         # Without the checkpoint only this container is known to have the ids.
         names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
@@ -358,7 +360,7 @@ class EarlyBinding:
                 for grant in self._ledger.grants:
                     if grant.decided_for == start.key and grant.resource == start.offered.name:
                         self._ledger.redirect(grant.number, meant_for)
-                exchanged = f"exchanged with {self._called(meant_for[0])}, whose share is equal"
+                exchanged = f"exchanged with {self._pod_text(meant_for[0])}, whose share is equal"
         if (
             given is not None
             and given.provision.edits in answers.values()
@@ -367,6 +369,7 @@ class EarlyBinding:
             # exchanged, now or before: the files that the kept answer names must be there
             provisions = [given.provision]
         self._make_room_for_init(start, names)
+        # An answer of an earlier version of the agent mounts another directory, `before`.
         kept = answers.values()
         return [
             msgspec.structs.replace(
@@ -436,6 +439,7 @@ class EarlyBinding:
                 self._ledger.fill(grant.number, decision.shares, key, may_overcommit=may)
 
     def _refute(self, start: Start) -> NoReturn:
+        """Refuse the start for good, because the answer is another container's."""
         self.wrong_guesses += 1
         self._ledger.decide(
             start.offered.name,
@@ -446,7 +450,7 @@ class EarlyBinding:
         )
         given = self._answers.refuted(start.token, start.key)
         whose = (
-            f"the container {given.decided_for[1]} of {self._called(given.decided_for[0])}"
+            f"the container {given.decided_for[1]} of {self._pod_text(given.decided_for[0])}"
             if given
             else "another container"
         )
@@ -472,7 +476,7 @@ class EarlyBinding:
         self._claims.refresh()  # another pod may have been bound since the last look
         return question(self._context, offered, pod, container, ids)
 
-    def _called(self, uid: str) -> str:
+    def _pod_text(self, uid: str) -> str:
         pod = self._context.pods.get(uid)
         return pod.full_name if pod else f"pod {uid}"
 

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 class Siblings:
-    """The Allocate calls for counted resources, as evidence of the container. Those are only there
-    for schedulers to count: their ids are neither booked nor answered (`Decider.NOBODY`).
+    """The Allocate calls for counted resources of the same container, as evidence of it. Such
+    resources are only there for schedulers to count: their ids are neither booked nor answered
+    (`Decider.NOBODY`).
 
         The kubelet allocates a container's resources one after the other, in any order. A call
         since the last decision belongs to the container of that decision, or to the present one.
