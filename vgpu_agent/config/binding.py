@@ -79,10 +79,10 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Meta(
             description=(
                 "Early binding: a container whose pod sets NVIDIA_VISIBLE_DEVICES or a variable of "
-                "the limits' library itself, which the kubelet prefers to the agent's. refuse: it "
-                "does not start, because it could take another GPU or leave its limit. allow: it "
-                "starts, as with the replaced plugins. With late binding the agent's value wins, "
-                "and nobody is refused."
+                "the library that enforces limits, which the kubelet prefers to the agent's. "
+                "refuse: it does not start, because it could take another GPU or leave its limit. "
+                "allow: it starts, as with the replaced plugins. With late binding the agent's "
+                "value wins, and nobody is refused."
             )
         ),
     ] = "refuse"

@@ -131,10 +131,6 @@ class Reading:
                 if name in flags:
                     self._add_option(option, flags[name], Place(f"flag {name}", name))
 
-    def refuse(self, source: str, text: str) -> None:
-        """Record an error in a flag or a variable that sets no key."""
-        self._problems.add(source, "", text)
-
     def derive_from_simulate(self) -> None:
         """Point the roots of driver, devices and procfs at the directory of simulated GPUs.
 

@@ -41,7 +41,7 @@ class VgpuControl(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         Meta(
             description=(
                 "How the library tells a container's processes from others on the GPU, which the "
-                "driver names by their numbers on the host. client: each process registers with "
+                "driver names by their PIDs on the host. client: each process registers with "
                 "the agent, which needs hostPID for it and writes the container's list. host-proc: "
                 "containers have the host's whole /proc mounted, as with the replaced plugin, so "
                 "that tenants see each other's processes and command lines."
