@@ -27,7 +27,7 @@ from vgpu_agent.families.vgpu_manager.settings import Exporter, VgpuManager
 from vgpu_agent.families.vgpu_manager.spec import SPEC
 from vgpu_agent.model import Grant, GrantState, Owner, Share
 from vgpu_agent.status import AgentStatus, FamilyStatus, Problem, ProblemKind
-from vgpu_agent.web import exporter as exporter_module
+from vgpu_agent.web import certificate as certificate_module
 from vgpu_agent.web.exporter import Reviews, review_without_api_server
 from vgpu_agent.web.server import WebServer
 
@@ -242,7 +242,7 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
     """device-monitor never reads it again, because a duration is multiplied by a second;
     vgpu-manager:D3. One that cannot be used changes nothing.
     """
-    monkeypatch.setattr(exporter_module, "CERTIFICATE_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_module, "CERTIFICATE_SECONDS", 0.0)
     options = await asyncio.to_thread(mounted, "old")
     old = await asyncio.to_thread(_trusting, options)
     async with serving(status, options) as address:

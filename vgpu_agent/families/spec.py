@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.families.plugin_files import PluginFile
+    from vgpu_agent.families.scheduling import SchedulingFamily
     from vgpu_agent.isolation.backend import LibraryLimits
     from vgpu_agent.isolation.mps import MpsOptions
     from vgpu_agent.model import ContainerUsage, ControlledUse, GpuUsage, Grant, Inventory
@@ -263,6 +264,8 @@ class FamilySpec(msgspec.Struct, frozen=True):
         progress: see `Vocabulary`.
         renamed: the settings → its keys and names; None where no setting changes them. It is asked
             once, at the start.
+        scheduling: the domain of its keys → its part in placing pods over Nodes; None where the
+            extender does not place its pods.
     """
 
     settings: FamilySettings
@@ -286,6 +289,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
     stale_keys: Callable[[Settings], Iterable[str]] = _nothing
     reschedules: Callable[[Settings], bool] | None = None
     renamed: Callable[[Settings], Vocabulary] | None = None
+    scheduling: Callable[[str], SchedulingFamily] | None = None
 
     @property
     def name(self) -> str:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ssl
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from aiohttp import hdrs, web
 
 from vgpu_agent import log
-from vgpu_agent.errors import ClusterError, ListenError
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.web.certificate import Certificate
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable
 
     from vgpu_agent.families.spec import ExporterOptions
@@ -36,7 +36,6 @@ _MAX_TOKENS = 64
 _LONGEST_TOKEN = 8192
 # Every client on the network may send unknown tokens.
 _REVIEWS_AT_ONCE, _REVIEWS_A_SECOND = 10.0, 2.0
-CERTIFICATE_SECONDS = 5.0
 
 
 class Reviews(Protocol):
@@ -140,75 +139,21 @@ class Scrapes:
         return True
 
 
-class Certificate:
-    """The TLS context of a certificate that may be renewed while it is served.
-
-    State: the context, and the versions of both files that it was made of.
-    """
-
-    def __init__(self, options: ExporterOptions, clock: Callable[[], float]) -> None:
-        self._files = (Path(options.certificate_file), Path(options.key_file))
-        self._clock = clock
-        self._checked_at = clock()
-        self._trouble = ""
-        try:
-            self._version = self._file_versions()
-            self._context = self._load()
-        except (OSError, ValueError) as err:
-            files = " and ".join(map(str, self._files))
-            if isinstance(err, FileNotFoundError) and err.filename:
-                reason = f"{err.filename} does not exist"
-            else:
-                reason = f"{files} cannot be used: {err}"
-            raise ListenError(
-                f"cannot serve {options.listen} with TLS: {reason}; mount a certificate with its "
-                f"key in PEM, as {options.tls_flags} name them"
-            ) from err
-
-    async def context(self) -> ssl.SSLContext:
-        """Return the context for the next connection. The previous one stays while the new files
-        cannot be used.
-        """
-        now = self._clock()
-        if now - self._checked_at >= CERTIFICATE_SECONDS:
-            self._checked_at = now
-            await asyncio.to_thread(self._reload_if_changed)
-        return self._context
-
-    def _reload_if_changed(self) -> None:
-        try:
-            version = self._file_versions()
-            if version != self._version:
-                self._context, self._version = self._load(), version
-                _logger.info("web.certificate_renewed", file=str(self._files[0]))
-            self._trouble = ""
-        except (OSError, ValueError) as err:
-            if str(err) != self._trouble:
-                self._trouble = str(err)
-                _logger.warning(
-                    "web.certificate_unusable",
-                    file=str(self._files[0]),
-                    error=str(err),
-                    remedy="the one before stays in use; mount a certificate with its key",
-                )
-
-    def _file_versions(self) -> tuple[tuple[int, int], ...]:
-        found = [file.stat() for file in self._files]
-        return tuple((one.st_ino, one.st_mtime_ns) for one in found)
-
-    def _load(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(*self._files)
-        return context
-
-
 def certificate(options: ExporterOptions) -> Callable[[], Awaitable[ssl.SSLContext]] | None:
     """Return the function that gives each connection its TLS context; None for plain HTTP.
 
     Raises:
         ListenError: the certificate cannot be used.
     """
-    return Certificate(options, time.monotonic).context if options.certificate_file else None
+    if not options.certificate_file:
+        return None
+    return Certificate(
+        options.certificate_file,
+        options.key_file,
+        listen=options.listen,
+        flags=options.tls_flags,
+        clock=time.monotonic,
+    ).context
 
 
 async def review_without_api_server(token: str, path: str) -> bool:

@@ -48,6 +48,7 @@ from vgpu_agent.families.vgpu_manager.settings import (
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.device_lists import ListOptions
+    from vgpu_agent.families.scheduling import SchedulingFamily
     from vgpu_agent.families.spec import NodeFacts
 
 
@@ -136,6 +137,15 @@ def _node_config_path(settings: Settings) -> str:
     return settings.section(VgpuManager).node_config_file if settings.is_on(FAMILY) else ""
 
 
+def _scheduling(domain: str) -> SchedulingFamily:
+    # the agent on a node never needs it
+    from vgpu_agent.families.vgpu_manager.scheduling.family import (  # noqa: PLC0415
+        VgpuManagerScheduling,
+    )
+
+    return VgpuManagerScheduling(Keys(domain))
+
+
 def _device_modes(settings: Settings) -> tuple[str, ...]:
     """All device modes where there is a node configuration: those that it asks for are not known
     before it is read, and a CDI spec that is not used does no harm.
@@ -169,6 +179,7 @@ SPEC = FamilySpec(
     node_annotations=_BY_DEFAULT.node_annotations,
     progress=_BY_DEFAULT.progress,
     renamed=_renamed,
+    scheduling=_scheduling,
     parts=(MIG_FAMILY,),
     exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,

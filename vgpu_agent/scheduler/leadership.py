@@ -1,0 +1,221 @@
+"""Which of several extenders answers: the holder of a Lease (coordination.k8s.io/v1).
+
+A leader that cannot renew the Lease stops before another one may take it. A follower measures how
+long the Lease stays unchanged with its own clock, so clocks of machines are not compared. A leader
+that ends gives the Lease back, and the next one need not wait.
+
+A new leader waits a moment before it answers, so that its watches show what the last one has bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.errors import ClusterError, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.journal import Journal
+
+
+# The time after which a Lease that nobody renews may be taken, and for how long a leader goes on
+# without having renewed it. With the pause below, another extender answers after 5 s at most.
+LEASE_SECONDS, RENEWED_SECONDS = 3.0, 2.0
+RETRY_SECONDS = 0.5
+# A watch shows a change within some milliseconds; it must not be taken for up to date while it is
+# behind.
+SETTLING_SECONDS = 1.0
+_NOT_FOUND = 404
+_LONGEST_ERROR = 300
+
+
+class _Spec(msgspec.Struct, rename="camel"):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+
+
+class _Lease(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+
+
+class Leadership:
+    """One candidate for a Lease.
+
+    State: until when it leads, and since when the Lease of another one is unchanged; all of it in
+    the loop's time.
+
+    Attributes:
+        holder: who holds the Lease, as it was last seen; empty for nobody.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        journal: Journal,
+        changed: Callable[[bool], Awaitable[None]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Build it; `run` makes it a candidate.
+
+        Args:
+            api: the API server.
+            namespace: of the Lease.
+            name: of the Lease.
+            identity: of this candidate; no other one may have it.
+            journal: what happens is recorded there.
+            changed: called with True when it begins to lead, and with False when it ends.
+            clock: unix seconds, for the Lease's fields.
+        """
+        self._api, self._journal, self._changed, self._clock = api, journal, changed, clock
+        self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._name, self._namespace, self._identity = name, namespace, identity
+        self._leads_until = self._answers_from = float("-inf")
+        self._told = False
+        self._seen, self._unchanged_since = "", 0.0
+        self._trouble = ""
+        self.holder = ""
+
+    @property
+    def leads(self) -> bool:
+        """Tell whether this candidate may answer now."""
+        now = asyncio.get_running_loop().time()
+        return self._answers_from <= now < self._leads_until
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Take the Lease when it is free, and renew it, until cancelled."""
+        while True:
+            beat()
+            try:
+                async with asyncio.timeout(RENEWED_SECONDS):
+                    await self._step()
+                self._trouble = ""
+            except (ClusterError, msgspec.MsgspecError, TimeoutError) as err:
+                text = shortened(str(err), _LONGEST_ERROR) or "no answer in time"
+                if text != self._trouble:
+                    self._journal.record("scheduler.lease_failed", level="warning", error=text)
+                self._trouble = text
+            await self._tell()
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def give_back(self) -> None:
+        """Give the Lease back, if it is held; failures are ignored, because it runs out anyway."""
+        if asyncio.get_running_loop().time() >= self._leads_until:
+            return
+        self._leads_until = float("-inf")
+        try:
+            lease = await self._read()
+            if lease is not None and lease.spec.holder_identity == self._identity:
+                await self._write(lease, _Spec("", 1, None, self._time(), self._transitions(lease)))
+        except (ClusterError, msgspec.MsgspecError) as err:
+            self._journal.record("scheduler.lease_kept", error=shortened(str(err), _LONGEST_ERROR))
+
+    async def _step(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        lease = await self._read()
+        if lease is None:
+            await self._create()
+            self._lead(began)
+            return
+        self.holder = lease.spec.holder_identity or ""
+        if self.holder == self._identity:
+            renewed = msgspec.structs.replace(lease.spec, renew_time=self._time())
+            await self._write(lease, renewed)
+            self._lead(began)
+            return
+        self._leads_until = float("-inf")
+        if lease.metadata.resource_version != self._seen:
+            self._seen, self._unchanged_since = lease.metadata.resource_version, began
+        seconds = max(lease.spec.lease_duration_seconds or 0, LEASE_SECONDS)
+        if self.holder and began - self._unchanged_since < seconds:
+            return
+        taken = _Spec(
+            self._identity,
+            round(LEASE_SECONDS),
+            self._time(),
+            self._time(),
+            self._transitions(lease) + 1,
+        )
+        await self._write(lease, taken)
+        self.holder = self._identity
+        self._lead(began)
+
+    def _lead(self, since: float) -> None:
+        """Note that the Lease is held as of ``since``, when the request for it began."""
+        if self._leads_until <= since:  # it did not lead
+            self._answers_from = asyncio.get_running_loop().time() + SETTLING_SECONDS
+        self._leads_until = since + RENEWED_SECONDS
+
+    async def _tell(self) -> None:
+        leads = asyncio.get_running_loop().time() < self._leads_until
+        if leads == self._told:
+            return
+        self._told = leads
+        self._journal.record(
+            "scheduler.leads" if leads else "scheduler.follows",
+            identity=self._identity,
+            holder=self.holder,
+        )
+        await self._changed(leads)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def _read(self) -> _Lease | None:
+        try:
+            body = await self._api.get(f"{self._collection}/{self._name}")
+        except ClusterError as err:
+            if err.status == _NOT_FOUND:
+                return None
+            raise
+        return msgspec.json.decode(body, type=_Lease)
+
+    async def _create(self) -> None:
+        now = self._time()
+        spec = _Spec(self._identity, round(LEASE_SECONDS), now, now, 0)
+        await self._api.post(
+            self._collection,
+            {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": self._name, "namespace": self._namespace},
+                "spec": msgspec.to_builtins(spec),
+            },
+        )
+        self.holder = self._identity
+
+    async def _write(self, lease: _Lease, spec: _Spec) -> None:
+        """Write a Lease that has not changed meanwhile; the API server answers 409 otherwise."""
+        await self._api.patch(
+            f"{self._collection}/{self._name}",
+            {
+                "metadata": {"resourceVersion": lease.metadata.resource_version},
+                "spec": msgspec.to_builtins(spec),
+            },
+        )
+
+    def _time(self) -> str:
+        now = dt.datetime.fromtimestamp(self._clock(), dt.UTC)
+        return now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+    @staticmethod
+    def _transitions(lease: _Lease) -> int:
+        return lease.spec.lease_transitions or 0
