@@ -31,6 +31,10 @@ _COMMANDS = {
         "vgpu_agent.cli.status",
         "show the GPUs, resources, pods and problems of the running agent",
     ),
+    "scheduler": (
+        "vgpu_agent.cli.scheduler",
+        "place pods on Nodes, as an extender of kube-scheduler",
+    ),
     "config": ("vgpu_agent.cli.config", "check, show, write or convert a configuration"),
     "mount-regions": (
         "vgpu_agent.cli.mount_regions",

@@ -124,9 +124,22 @@ def credentials(
     """
     if settings.cluster.enabled == "never":
         return None
-    if settings.kubeconfig:
-        path = settings.kubeconfig
-        return Credentials(lambda: _from_kubeconfig(path), f"kubeconfig {path}")
+    return from_place(
+        kubeconfig=settings.kubeconfig, environment=environment, service_account=service_account
+    )
+
+
+def from_place(
+    *,
+    kubeconfig: str,
+    environment: Mapping[str, str] = os.environ,
+    service_account: Path = SERVICE_ACCOUNT,
+) -> Credentials | None:
+    """Find the credentials in a kubeconfig, if one is named, or those of the pod; None when there
+    are none. Looks at one file.
+    """
+    if kubeconfig:
+        return Credentials(lambda: _from_kubeconfig(kubeconfig), f"kubeconfig {kubeconfig}")
     if environment.get("KUBERNETES_SERVICE_HOST") and (service_account / "token").is_file():
         return Credentials(
             lambda: _from_service_account(environment, service_account),

@@ -25,6 +25,11 @@ class SchedulingFamily(Protocol):
         """The resource that a Node must have for any of its pods."""
         ...
 
+    @property
+    def role_label(self) -> str:
+        """The label that says which of several extenders leads."""
+        ...
+
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
         """Read a Node's annotations; ``slots`` is what it has of `slots` (allocatable)."""
         ...

@@ -9,6 +9,7 @@ promise that is not bound in time is taken back.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import time
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from vgpu_agent.scheduler.messages import (
     binding_arguments,
     filter_arguments,
 )
+from vgpu_agent.scheduler.metrics import BIND, ERROR, FILTER, REFUSED, SUCCESS, Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,6 +78,7 @@ class Extender:
         journal: Journal,
         grace_seconds: float,
         clock: Callable[[], float] = time.time,
+        metrics: Metrics | None = None,
     ) -> None:
         """Build it.
 
@@ -87,7 +90,9 @@ class Extender:
             journal: what is done is recorded there.
             grace_seconds: how long cards are kept for a pod that is not bound.
             clock: unix seconds.
+            metrics: what is done is counted there.
         """
+        self._metrics = metrics or Metrics()
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
@@ -144,16 +149,24 @@ class Extender:
                 self._end_promise(uid)
                 self._journal.record("scheduler.promise_ended", uid=uid, node=promise.holding.node)
 
+    def show(self) -> None:
+        """Bring the metrics of what there is up to date."""
+        self._metrics.promises.set(len(self._promises))
+        self._metrics.show_nodes(self._book.node_states())
+
     # -- filter ------------------------------------------------------------------------------------
 
     def filter(self, body: bytes) -> bytes:
         """Answer a filter; every failure is a sentence in the answer, as kube-scheduler expects."""
-        try:
-            arguments = filter_arguments(body)
-            result = self._filter(arguments)
-        except AgentError as err:
-            result = FilterResult(error=str(err))
-        return msgspec.json.encode(result)
+        with self._metrics.timed(FILTER):
+            try:
+                arguments = filter_arguments(body)
+                result = self._filter(arguments)
+                outcome = SUCCESS if result.node_names or result.nodes else REFUSED
+            except AgentError as err:
+                result, outcome = FilterResult(error=str(err)), ERROR
+            self._metrics.count(FILTER, outcome)
+            return msgspec.json.encode(result)
 
     def _filter(self, arguments: FilterArguments) -> FilterResult:
         if not arguments.has_pod:
@@ -205,7 +218,9 @@ class Extender:
         """Choose a Node and keep its cards for the pod, in the place of those on another one."""
         self._end_promise(pod.uid)
         choice = self._book.choose(wanted.demand, list(candidates))
+        self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
+            self._metrics.count_placed(wanted.demand)
             self._promise(pod.uid, choice.holding, wanted)
             self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
         return choice
@@ -223,13 +238,15 @@ class Extender:
 
     async def bind(self, body: bytes) -> bytes:
         """Bind a pod; every failure is a sentence in the answer."""
-        try:
-            arguments = binding_arguments(body)
-            await self._bind(arguments)
-            result = BindingResult()
-        except AgentError as err:
-            result = BindingResult(str(err))
-        return msgspec.json.encode(result)
+        with self._metrics.timed(BIND):
+            try:
+                arguments = binding_arguments(body)
+                await self._bind(arguments)
+                result, outcome = BindingResult(), SUCCESS
+            except AgentError as err:
+                result, outcome = BindingResult(str(err)), ERROR
+            self._metrics.count(BIND, outcome)
+            return msgspec.json.encode(result)
 
     async def _bind(self, arguments: BindingArguments) -> None:
         promise = self._promises.get(arguments.pod_uid)

@@ -53,6 +53,22 @@ class _Lease(msgspec.Struct):
     spec: _Spec = msgspec.field(default_factory=_Spec)
 
 
+def holder_of(body: bytes) -> str:
+    """Return the holder of a Lease in JSON, empty for nobody.
+
+    Raises:
+        ClusterError: it is no Lease.
+    """
+    return _decoded(body).spec.holder_identity or ""
+
+
+def _decoded(body: bytes) -> _Lease:
+    try:
+        return msgspec.json.decode(body, type=_Lease)
+    except (msgspec.MsgspecError, RecursionError) as err:
+        raise ClusterError(f"no Lease: {shortened(str(err), _LONGEST_ERROR)}") from err
+
+
 class Leadership:
     """One candidate for a Lease.
 
@@ -108,7 +124,7 @@ class Leadership:
                 async with asyncio.timeout(RENEWED_SECONDS):
                     await self._step()
                 self._trouble = ""
-            except (ClusterError, msgspec.MsgspecError, TimeoutError) as err:
+            except (ClusterError, TimeoutError) as err:
                 text = shortened(str(err), _LONGEST_ERROR) or "no answer in time"
                 if text != self._trouble:
                     self._journal.record("scheduler.lease_failed", level="warning", error=text)
@@ -125,7 +141,7 @@ class Leadership:
             lease = await self._read()
             if lease is not None and lease.spec.holder_identity == self._identity:
                 await self._write(lease, _Spec("", 1, None, self._time(), self._transitions(lease)))
-        except (ClusterError, msgspec.MsgspecError) as err:
+        except ClusterError as err:
             self._journal.record("scheduler.lease_kept", error=shortened(str(err), _LONGEST_ERROR))
 
     async def _step(self) -> None:
@@ -186,7 +202,7 @@ class Leadership:
             if err.status == _NOT_FOUND:
                 return None
             raise
-        return msgspec.json.decode(body, type=_Lease)
+        return _decoded(body)
 
     async def _create(self) -> None:
         now = self._time()

@@ -4,6 +4,10 @@ server for kube-scheduler (vgpu-manager §5.1).
 All run on one event loop, so the book needs no lock. A filter is answered without waiting for
 anything. Until Nodes and pods have been listed once, filters are refused: the book would show cards
 as free that are not.
+
+Of several extenders behind one address, one leads (`leadership`), and the others answer the verbs
+with 503. An extender beside its own kube-scheduler needs no Lease: only the kube-scheduler that
+leads calls it. In both cases the pod's label may say which one it is.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -18,16 +23,21 @@ from aiohttp import web
 
 from vgpu_agent import __version__, log
 from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.reflector import Reflector, Scope
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.errors import ListenError
+from vgpu_agent.errors import ClusterError, ListenError
 from vgpu_agent.journal import Journal
 from vgpu_agent.placement.nodes.book import Book
 from vgpu_agent.scheduler.extender import Extender
+from vgpu_agent.scheduler.leadership import Leadership, holder_of
 from vgpu_agent.scheduler.messages import BindingResult, FilterResult
+from vgpu_agent.scheduler.metrics import Metrics
+from vgpu_agent.web.certificate import Certificate
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterable
 
     from vgpu_agent.cluster.credentials import Credentials
@@ -41,11 +51,32 @@ _TAKE_BACK_SECONDS = 1.0
 _BACKOFF_MIN_SECONDS, _BACKOFF_MAX_SECONDS = 1.0, 30.0
 _STUCK_SECONDS = 30.0
 _STOP_SECONDS = 5.0
+_LEADER, _FOLLOWER = "leader", "follower"
+# Of kube-scheduler's own Lease, which changes hands seldom.
+_LEASE_LOOK_SECONDS = 2.0
 _NOT_READY = (
     "the extender has not read all Nodes and pods yet; kube-scheduler will ask again in a moment"
 )
 
 T = TypeVar("T")
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A Lease, and who this extender is.
+
+    Attributes:
+        namespace: of the Lease.
+        name: of the Lease.
+        identity: of this extender, as the holder of the Lease.
+        is_schedulers: it is kube-scheduler's, and the holder runs in this pod if the identity
+            begins with the pod's name; the extender never writes it. Otherwise it is the
+            extenders' own.
+    """
+
+    namespace: str
+    name: str
+    identity: str
+    is_schedulers: bool = False
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -55,11 +86,23 @@ class Options(msgspec.Struct, frozen=True):
         host: the address to listen on.
         port: the port; 0 takes a free one.
         grace_seconds: how long cards are kept for a pod that is not bound.
+        certificate_file: the certificate with its chain, in PEM; empty for plain HTTP.
+        key_file: its private key, in PEM.
+        certificate_seconds: how often both files are looked at.
+        lease: decides which of several extenders leads; None where there is only one.
+        pod_namespace: of the pod in which the extender runs.
+        pod_name: its name; its label says whether the extender leads. Empty: no label is written.
     """
 
     host: str = "127.0.0.1"
     port: int = 3456
     grace_seconds: float = 30.0
+    certificate_file: str = ""
+    key_file: str = ""
+    certificate_seconds: float = 5.0
+    lease: Lease | None = None
+    pod_namespace: str = ""
+    pod_name: str = ""
 
 
 class _Objects(Generic[T]):
@@ -105,9 +148,20 @@ class Service:
     def __init__(
         self, options: Options, family: SchedulingFamily, credentials: Credentials
     ) -> None:
-        self._options = options
+        self._options, self._family = options, family
         self._journal = Journal()
         self._client = ApiClient(credentials)
+        self.metrics = Metrics()
+        self._leadership: Leadership | None = None
+        if options.lease is not None and not options.lease.is_schedulers:
+            self._leadership = Leadership(
+                self._client,
+                namespace=options.lease.namespace,
+                name=options.lease.name,
+                identity=options.lease.identity,
+                journal=self._journal,
+                changed=self._label,
+            )
         self._extender = Extender(
             book=Book(),
             family=family,
@@ -115,6 +169,7 @@ class Service:
             api=self._client,
             journal=self._journal,
             grace_seconds=options.grace_seconds,
+            metrics=self.metrics,
         )
         extender = self._extender
         self._nodes = Reflector(
@@ -144,13 +199,19 @@ class Service:
         """Tell whether Nodes and pods have been listed once."""
         return self._nodes.synced.is_set() and self._pods.synced.is_set()
 
+    @property
+    def leads(self) -> bool:
+        """Tell whether this extender may answer kube-scheduler."""
+        return self._leadership is None or self._leadership.leads
+
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop`.
 
         Raises:
-            ListenError: the port cannot be listened on.
+            ListenError: the port cannot be listened on, or the certificate cannot be used.
         """
         loop = asyncio.get_running_loop()
+        certificate = await asyncio.to_thread(self._certificate)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=_STOP_SECONDS)
@@ -162,11 +223,16 @@ class Service:
                 self._start_watch(supervisor, "pods", self._pods)
                 supervisor.start(
                     "promises",
-                    lambda: self._take_back(supervisor),
+                    lambda: self._take_back(supervisor, certificate),
                     stuck_after_seconds=_STUCK_SECONDS,
                 )
-                await self._listen(runner)
+                await self._listen(runner, await certificate.context() if certificate else None)
+                self._start_lease(supervisor)
                 await self._stopping.wait()
+            # Only now: a bind under way must not meet the one of the next leader.
+            await runner.cleanup()
+            if self._leadership is not None:
+                await self._leadership.give_back()
         finally:
             await runner.cleanup()
             await self._client.close()
@@ -178,16 +244,80 @@ class Service:
             stuck_after_seconds=reflector.longest_silence_seconds + _STUCK_SECONDS,
         )
 
-    async def _take_back(self, supervisor: Supervisor) -> None:
+    async def _take_back(self, supervisor: Supervisor, certificate: Certificate | None) -> None:
         while True:
             supervisor.beat("promises")
             self._extender.take_back()
+            if certificate is not None:
+                await certificate.context()  # reads a renewed one
             await asyncio.sleep(_TAKE_BACK_SECONDS)
 
-    async def _listen(self, runner: web.AppRunner) -> None:
+    def _certificate(self) -> Certificate | None:
+        options = self._options
+        if not options.certificate_file:
+            return None
+        return Certificate(
+            options.certificate_file,
+            options.key_file,
+            listen=f"{options.host}:{options.port}",
+            flags="--tls-cert-file and --tls-key-file",
+            clock=time.monotonic,
+            every_seconds=options.certificate_seconds,
+        )
+
+    def _start_lease(self, supervisor: Supervisor) -> None:
+        lease, leadership = self._options.lease, self._leadership
+        if lease is None:
+            return
+        supervisor.start(
+            "lease",
+            (lambda: leadership.run(lambda: supervisor.beat("lease")))
+            if leadership is not None
+            else (lambda: self._follow(lease, lambda: supervisor.beat("lease"))),
+            stuck_after_seconds=_STUCK_SECONDS,
+        )
+
+    async def _follow(self, lease: Lease, beat: Callable[[], None]) -> None:
+        """Keep the pod's label equal to the role of the kube-scheduler beside it."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{lease.namespace}/leases/{lease.name}"
+        told: bool | None = None
+        trouble = ""
+        while True:
+            beat()
+            try:
+                holder = holder_of(await self._client.get(path))
+                leads = holder.startswith(f"{lease.identity}_")
+                if leads is not told:
+                    await self._label(leads)
+                    told = leads
+                trouble = ""
+            except ClusterError as err:
+                if str(err) != trouble:
+                    self._journal.record("scheduler.lease_failed", level="warning", error=str(err))
+                trouble = str(err)
+            await asyncio.sleep(_LEASE_LOOK_SECONDS)
+
+    async def _label(self, leads: bool) -> None:
+        """Write on the extender's own pod whether it leads, so that a Service can select it."""
+        options = self._options
+        self.metrics.leads.set(leads)
+        if not options.pod_name:
+            return
+        role = _LEADER if leads else _FOLLOWER
+        try:
+            await self._client.patch(
+                pod_path(options.pod_namespace, options.pod_name),
+                {"metadata": {"labels": {self._family.role_label: role}}},
+            )
+        except ClusterError as err:
+            self._journal.record(
+                "scheduler.role_not_written", level="warning", role=role, error=str(err)
+            )
+
+    async def _listen(self, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
         host, port = self._options.host, self._options.port
         await runner.setup()
-        site = web.TCPSite(runner, host, port)
+        site = web.TCPSite(runner, host, port, ssl_context=tls)
         try:
             await site.start()
         except OSError as err:
@@ -208,19 +338,30 @@ class Service:
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/readyz", self._readyz)
         application.router.add_get("/version", self._version)
+        application.router.add_get("/metrics", self._metrics)
         return application
 
     async def _filter(self, request: web.Request) -> web.Response:
         body = await request.read()
+        if not self.leads:
+            return _follows()
         if not self.is_ready:
             return _json(msgspec.json.encode(FilterResult(error=_NOT_READY)))
         return _json(self._extender.filter(body))
 
     async def _bind(self, request: web.Request) -> web.Response:
         body = await request.read()
+        if not self.leads:
+            return _follows()
         if not self.is_ready:
             return _json(msgspec.json.encode(BindingResult(_NOT_READY)))
         return _json(await self._extender.bind(body))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.metrics.leads.set(self.leads)
+        self._extender.show()
+        body, content_type = self.metrics.text(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -233,6 +374,12 @@ class Service:
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json(json.dumps({"version": __version__}).encode())
+
+
+def _follows() -> web.Response:
+    """Refuse a verb: another extender holds the Lease."""
+    text = "another extender leads; this one answers when it holds the Lease\n"
+    return web.Response(status=503, text=text)
 
 
 def _json(body: bytes) -> web.Response:

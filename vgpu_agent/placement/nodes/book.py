@@ -207,6 +207,15 @@ class Book:
 
     # -- where a pod goes --------------------------------------------------------------------------
 
+    def node_states(self) -> dict[str, int]:
+        """Return the number of Nodes by state: ``usable``, or the code of why no pod fits there."""
+        return dict(
+            collections.Counter(
+                "usable" if node.state is not None else node.unfit.name
+                for node in self._nodes.values()
+            )
+        )
+
     def choose(self, demand: Demand, names: Sequence[str]) -> Choice:
         """Return the best of the named Nodes for a pod that holds nothing.
 

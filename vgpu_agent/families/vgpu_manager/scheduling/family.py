@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.demand import PodDemand
     from vgpu_agent.pods import Pod
 
+ROLE_LABEL = "vgpu-manager.io/scheduler-role"
+
 
 class VgpuManagerScheduling:
     """See `SchedulingFamily`; no state of its own."""
@@ -33,6 +35,11 @@ class VgpuManagerScheduling:
     def slots(self) -> str:
         """See `SchedulingFamily`."""
         return self._keys.number
+
+    @property
+    def role_label(self) -> str:
+        """See `SchedulingFamily`; vgpu-manager §1.3."""
+        return ROLE_LABEL
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
         """See `SchedulingFamily`."""

@@ -1,0 +1,212 @@
+"""The command ``vgpu-agent scheduler``: the extender of kube-scheduler, with the flags of
+vgpu-manager's (vgpu-manager §1.3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+from vgpu_agent import log
+from vgpu_agent.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+_EXAMPLES = """\
+examples:
+  vgpu-agent scheduler                                beside kube-scheduler, in one pod
+  vgpu-agent scheduler --server-bind-address 0.0.0.0 --leader-elect \\
+      --enable-tls --tls-cert-file tls.crt --tls-key-file tls.key
+                                                      two replicas behind a Service
+
+Whoever reaches the port can have any pod bound: do not listen on an address of the network without
+a NetworkPolicy that lets only kube-scheduler through. Exit status: 0 after SIGTERM or SIGINT, 1
+when it cannot start, 2 when a flag is wrong.
+"""
+_DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|s|m|h))+\Z", re.ASCII)
+_PART = re.compile(r"([0-9.]+)(ms|s|m|h)", re.ASCII)
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+# Go's strconv.ParseBool.
+_TRUE = frozenset({"1", "t", "T", "true", "TRUE", "True"})
+_FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False"})
+_NO_EFFECT = "accepted, without effect: "
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command below ``subparsers``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "scheduler",
+        help="place pods on Nodes, as an extender of kube-scheduler",
+        description=(
+            "Place pods that ask for shares of GPUs on Nodes and their cards, as an extender of "
+            "kube-scheduler."
+        ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def add(flag: str, metavar: str, text: str, default: object = "", **more: Any) -> None:
+        shown = f" (default {default})" if default not in {"", False} else ""
+        parser.add_argument(flag, metavar=metavar, default=default, help=text + shown, **more)
+
+    def add_switch(flag: str, text: str) -> None:
+        add(flag, "BOOL", text, default=False, nargs="?", const=True, type=_boolean)
+
+    add("--kubeconfig", "FILE", "access to the API server (default: the pod's service account)")
+    add("--domain", "NAME", "the domain of the keys on Nodes and pods", "nvidia.com", type=_domain)
+    add("--scheduler-name", "NAME", "the source of its events", "vgpu-scheduler")
+    add("--server-bind-address", "ADDRESS", "the address to listen on", "127.0.0.1")
+    add("--server-bind-port", "PORT", "the port to listen on", 3456, type=_port)
+    add_switch("--enable-tls", "serve HTTPS; needs both files")
+    add("--tls-cert-file", "FILE", "the certificate with its chain, in PEM")
+    add("--tls-key-file", "FILE", "its private key, in PEM")
+    add(
+        "--cert-refresh-interval",
+        "DURATION",
+        "how often both files are looked at (default 5s)",
+        5.0,
+        type=_seconds,
+    )
+    add(
+        "--stuck-grace-period",
+        "DURATION",
+        "how long cards are kept for a pod that is not bound, 1s or more (default 30s)",
+        30.0,
+        type=_seconds,
+    )
+    add_switch(
+        "--watch-lease",
+        "label the extender's own pod leader or follower, after the Lease of the kube-scheduler "
+        "in the same pod",
+    )
+    add_switch(
+        "--leader-elect",
+        "of several extenders, let one answer: the holder of a Lease of their own",
+    )
+    add(
+        "--leader-identity-prefix",
+        "NAME",
+        "the beginning of the holder's name (default: variable POD_NAME, or the host's name)",
+    )
+    add("--leader-elect-resource-name", "NAME", "the Lease's name", "vgpu-scheduler")
+    add(
+        "--leader-elect-resource-namespace",
+        "NAMESPACE",
+        "the Lease's namespace (default: variable POD_NAMESPACE, or kube-system)",
+    )
+    add("--log-level", "LEVEL", "debug, info, warning or error", "info", choices=_LEVELS)
+    add("--log-format", "FORMAT", "json or console", "json", choices=("json", "console"))
+    for flag, why in {
+        "--master": "the address is in the kubeconfig",
+        "--kube-api-qps": "each pod costs two requests, and none is held back",
+        "--kube-api-burst": "the same",
+        "--pprof-bind-port": "there is no pprof",
+        "--feature-gates": "links between cards always count where the Node tells them, and no "
+        "verb waits for another",
+    }.items():
+        add(flag, "VALUE", _NO_EFFECT + why)
+    parser.set_defaults(run=_run)
+
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # See `run`: process 1 of a container needs a handler before the loop has one.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    problems = _problems(arguments)
+    if problems:
+        raise ConfigError(problems)
+    log.configure(log_format=arguments.log_format, level=arguments.log_level, cache_loggers=True)
+    # A wrong flag is reported before these take their time.
+    from vgpu_agent.cluster.credentials import from_place  # noqa: PLC0415
+    from vgpu_agent.families.registry import FAMILIES  # noqa: PLC0415
+    from vgpu_agent.scheduler.service import Service  # noqa: PLC0415
+
+    credentials = from_place(kubeconfig=arguments.kubeconfig)
+    if credentials is None:
+        raise ConfigError(
+            ["no access to the API server: run it with a service account, or name --kubeconfig"]
+        )
+    scheduling = next(family.scheduling for family in FAMILIES if family.scheduling is not None)
+    service = Service(_options(arguments, os.environ), scheduling(arguments.domain), credentials)
+    asyncio.run(service.run())
+    return 0
+
+
+def _problems(arguments: argparse.Namespace) -> list[str]:
+    problems = []
+    files = (arguments.tls_cert_file, arguments.tls_key_file)
+    if arguments.enable_tls and not all(files):
+        problems.append("--enable-tls needs --tls-cert-file and --tls-key-file")
+    if arguments.watch_lease and arguments.leader_elect:
+        problems.append(
+            "--watch-lease and --leader-elect exclude each other: the first follows the Lease of "
+            "kube-scheduler, the second makes one for the extenders"
+        )
+    if arguments.stuck_grace_period < 1:
+        problems.append(
+            f"--stuck-grace-period: expected 1s or more, got {arguments.stuck_grace_period:g}s"
+        )
+    return problems
+
+
+def _options(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Any:
+    from vgpu_agent.scheduler.service import Lease, Options  # noqa: PLC0415
+
+    pod_name = environment.get("POD_NAME", "")
+    pod_namespace = environment.get("POD_NAMESPACE", "")
+    prefix = arguments.leader_identity_prefix or pod_name or socket.gethostname()
+    lease = None
+    if arguments.watch_lease or arguments.leader_elect:
+        lease = Lease(
+            arguments.leader_elect_resource_namespace or pod_namespace or "kube-system",
+            arguments.leader_elect_resource_name,
+            # another life of this process must not take the Lease for its own
+            prefix if arguments.watch_lease else f"{prefix}_{os.urandom(8).hex()}",
+            is_schedulers=arguments.watch_lease,
+        )
+    return Options(
+        host=arguments.server_bind_address,
+        port=arguments.server_bind_port,
+        grace_seconds=arguments.stuck_grace_period,
+        certificate_file=arguments.tls_cert_file if arguments.enable_tls else "",
+        key_file=arguments.tls_key_file if arguments.enable_tls else "",
+        certificate_seconds=arguments.cert_refresh_interval,
+        lease=lease,
+        pod_namespace=pod_namespace,
+        pod_name=pod_name if lease else "",
+    )
+
+
+def _boolean(text: str) -> bool:
+    if text not in _TRUE | _FALSE:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text in _TRUE
+
+
+def _seconds(text: str) -> float:
+    if not _DURATION.match(text):
+        raise argparse.ArgumentTypeError(f"expected a duration such as 30s or 1m, got {text!r}")
+    return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in _PART.findall(text))
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _domain(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,198}[a-z0-9])?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"expected a DNS name in lower case such as nvidia.com, got {text!r}"
+        )
+    return text

@@ -1,0 +1,104 @@
+"""The metrics of the extender, under the names of vgpu-manager's (vgpu-manager §5.10)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.placement.nodes.reasons import Reason
+
+_PREFIX = "vgpu_scheduler"
+_BUCKETS = tuple(0.0001 * 3**power for power in range(12))  # seconds
+FILTER, BIND = "filter", "bind"
+SUCCESS, REFUSED, ERROR = "success", "refused", "error"
+
+
+class Metrics:
+    """All metrics of one extender. State: a registry of its own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._verbs = self._counter(
+            "verb_total", "Calls of kube-scheduler by verb and result.", ("verb", "result")
+        )
+        self._seconds = Histogram(
+            f"{_PREFIX}_verb_duration_seconds",
+            "Time until a call was answered.",
+            ("verb", "stage"),
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        self._rejects = self._counter(
+            "node_reject_total",
+            "Nodes that could not take a pod, by the code of the reason.",
+            ("verb", "code"),
+        )
+        self._policies = self._counter(
+            "pod_policy_total",
+            "Pods that got cards, by the policies that they ask for.",
+            ("node_policy", "device_policy", "topology_mode"),
+        )
+        self.promises = Gauge(
+            f"{_PREFIX}_promises",
+            "Pods that have cards and are not bound yet.",
+            registry=self._registry,
+        )
+        self.leads = Gauge(
+            f"{_PREFIX}_leader",
+            "1 where this extender answers kube-scheduler, 0 where another one does.",
+            registry=self._registry,
+        )
+        self._nodes = Gauge(
+            f"{_PREFIX}_nodes",
+            "Nodes by their state: usable, or the code of the reason why no pod fits there.",
+            ("state",),
+            registry=self._registry,
+        )
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(
+            f"{_PREFIX}_{name.removesuffix('_total')}", text, labels, registry=self._registry
+        )
+
+    @contextlib.contextmanager
+    def timed(self, verb: str) -> Iterator[None]:
+        """Measure one call."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds.labels(verb, "total").observe(time.perf_counter() - began)
+
+    def count(self, verb: str, result: str) -> None:
+        """Count one call."""
+        self._verbs.labels(verb, result).inc()
+
+    def count_refusals(self, verb: str, reasons: Mapping[Reason, int]) -> None:
+        """Count the Nodes that could not take a pod."""
+        for reason, number in reasons.items():
+            self._rejects.labels(verb, reason.name).inc(number)
+
+    def count_placed(self, demand: Demand) -> None:
+        """Count a pod that got cards. The words are those of a fixed list."""
+        self._policies.labels(demand.node_policy, demand.device_policy, demand.topology_mode).inc()
+
+    def show_nodes(self, states: Mapping[str, int]) -> None:
+        """Show the number of Nodes in each state."""
+        self._nodes.clear()
+        for state, number in states.items():
+            self._nodes.labels(state).set(number)
+
+    def text(self, accepted: str) -> tuple[bytes, str]:
+        """Return the answer to a scrape and its content type; ``accepted`` is the ``Accept`` of the
+        scraper.
+        """
+        encode, content_type = choose_encoder(accepted)
+        return encode(self._registry), content_type
