@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from vgpu_agent.families.scheduling import SchedulingFamily
+
 _EXAMPLES = """\
 examples:
   vgpu-agent scheduler                                beside kube-scheduler, in one pod
@@ -60,6 +62,12 @@ def add_parser(subparsers: Any) -> None:
         add(flag, "BOOL", text, default=False, nargs="?", const=True, type=_boolean)
 
     add("--kubeconfig", "FILE", "access to the API server (default: the pod's service account)")
+    add(
+        "--family",
+        "NAME",
+        "the family whose pods it places: by default that whose flags these are; another one needs "
+        "an extender of its own",
+    )
     add("--domain", "NAME", "the domain of the keys on Nodes and pods", "nvidia.com", type=_domain)
     add("--scheduler-name", "NAME", "the source of its events", "vgpu-scheduler")
     add("--server-bind-address", "ADDRESS", "the address to listen on", "127.0.0.1")
@@ -127,18 +135,26 @@ def _run(arguments: argparse.Namespace) -> int:
     log.configure(log_format=arguments.log_format, level=arguments.log_level, cache_loggers=True)
     # A wrong flag is reported before these take their time.
     from vgpu_agent.cluster.credentials import from_place  # noqa: PLC0415
-    from vgpu_agent.families.registry import FAMILIES  # noqa: PLC0415
     from vgpu_agent.scheduler.service import Service  # noqa: PLC0415
 
+    family = _family(arguments.family, arguments.domain)
     credentials = from_place(kubeconfig=arguments.kubeconfig)
     if credentials is None:
         raise ConfigError(
             ["no access to the API server: run it with a service account, or name --kubeconfig"]
         )
-    scheduling = next(family.scheduling for family in FAMILIES if family.scheduling is not None)
-    service = Service(_options(arguments, os.environ), scheduling(arguments.domain), credentials)
-    asyncio.run(service.run())
+    asyncio.run(Service(_options(arguments, os.environ), family, credentials).run())
     return 0
+
+
+def _family(name: str, domain: str) -> SchedulingFamily:
+    from vgpu_agent.families.registry import FAMILIES  # noqa: PLC0415
+
+    parts = {each.name: each.scheduling for each in FAMILIES if each.scheduling is not None}
+    if name and name not in parts:
+        raise ConfigError([f"--family: expected {' or '.join(parts)}, got {name!r}"])
+    part = parts[name] if name else next(each for each in parts.values() if each.by_default)
+    return part.build(domain)
 
 
 def _problems(arguments: argparse.Namespace) -> list[str]:

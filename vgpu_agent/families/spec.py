@@ -229,6 +229,18 @@ def _nothing(_: Settings) -> Iterable[str]:
     return ()
 
 
+class SchedulingPart(msgspec.Struct, frozen=True):
+    """What the extender needs of a family.
+
+    Attributes:
+        build: the domain of keys that may have another one → the part.
+        by_default: its pods are placed unless the operator says otherwise.
+    """
+
+    build: Callable[[str], SchedulingFamily]
+    by_default: bool
+
+
 class FamilySpec(msgspec.Struct, frozen=True):
     """The facts about a family that the agent has to know.
 
@@ -264,8 +276,8 @@ class FamilySpec(msgspec.Struct, frozen=True):
         progress: see `Vocabulary`.
         renamed: the settings → its keys and names; None where no setting changes them. It is asked
             once, at the start.
-        scheduling: the domain of its keys → its part in placing pods over Nodes; None where the
-            extender does not place its pods.
+        scheduling: its part in placing pods over Nodes; None where the extender does not place its
+            pods.
     """
 
     settings: FamilySettings
@@ -289,7 +301,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
     stale_keys: Callable[[Settings], Iterable[str]] = _nothing
     reschedules: Callable[[Settings], bool] | None = None
     renamed: Callable[[Settings], Vocabulary] | None = None
-    scheduling: Callable[[str], SchedulingFamily] | None = None
+    scheduling: SchedulingPart | None = None
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ from vgpu_agent.families.spec import (
     ExporterOptions,
     FamilyExporter,
     FamilySpec,
+    SchedulingPart,
     Vocabulary,
 )
 from vgpu_agent.families.vgpu_manager import node_config
@@ -179,7 +180,7 @@ SPEC = FamilySpec(
     node_annotations=_BY_DEFAULT.node_annotations,
     progress=_BY_DEFAULT.progress,
     renamed=_renamed,
-    scheduling=_scheduling,
+    scheduling=SchedulingPart(_scheduling, by_default=True),
     parts=(MIG_FAMILY,),
     exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,

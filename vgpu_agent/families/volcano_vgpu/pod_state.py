@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PHASE = "volcano.sh/bind-phase"
 TIME = "volcano.sh/vgpu-time"
+BIND_TIME = "volcano.sh/bind-time"
+ALLOCATING = "allocating"
 SUCCESS = "success"
 FAILED = "failed"
 NEVER = str(2**64 - 1)  # the ``vgpu-time`` of a pod whose allocation has ended

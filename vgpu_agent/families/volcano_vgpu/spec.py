@@ -11,7 +11,7 @@ import msgspec
 
 from vgpu_agent.families.mig_instances import MIXED
 from vgpu_agent.families.plugin_files import Findings, PluginFile
-from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool
+from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool, SchedulingPart
 from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import (
     NO_TYPE,
@@ -35,7 +35,8 @@ from vgpu_agent.families.volcano_vgpu.metrics import METRICS
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
 from vgpu_agent.families.volcano_vgpu.mig.static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
-from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
+from vgpu_agent.families.volcano_vgpu.pod_state import BIND_TIME, PHASE, TIME
+from vgpu_agent.families.volcano_vgpu.requests import Names
 from vgpu_agent.families.volcano_vgpu.settings import (
     FAMILY,
     HAMI_CORE,
@@ -51,6 +52,7 @@ from vgpu_agent.isolation.hami_core import HamiCore
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily
+    from vgpu_agent.families.scheduling import SchedulingFamily
     from vgpu_agent.families.spec import NodeFacts
     from vgpu_agent.families.volcano_vgpu.files import Overlay
 from vgpu_agent.isolation.backend import Backend
@@ -256,6 +258,13 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
     return ""
 
 
+def _scheduling(_: str) -> SchedulingFamily:
+    # the agent on a node never needs it
+    from vgpu_agent.families.volcano_vgpu.scheduling import VolcanoScheduling  # noqa: PLC0415
+
+    return VolcanoScheduling(Names())
+
+
 SPEC = FamilySpec(
     SETTINGS,
     _build,
@@ -287,7 +296,7 @@ SPEC = FamilySpec(
         NO_TYPE,
         USE_UUID,
         NO_UUID,
-        "volcano.sh/bind-time",
+        BIND_TIME,
     ),
     variables=(
         "CUDA_(DISABLE_CONTROL|REDIRECT|DEVICE_MEMORY_LIMIT(_\\d{1,2})?|DEVICE_SM_LIMIT(_\\d{1,"
@@ -305,5 +314,6 @@ SPEC = FamilySpec(
     node_annotations=("volcano.sh/node-vgpu-*",),
     progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
     parts=(MIG_FAMILY,),
-    stale_keys=lambda _: (NODE, PHASE, TIME, DECISION, TO_ALLOCATE, "volcano.sh/bind-time"),
+    stale_keys=lambda _: (NODE, PHASE, TIME, DECISION, TO_ALLOCATE, BIND_TIME),
+    scheduling=SchedulingPart(_scheduling, by_default=False),
 )

@@ -258,7 +258,7 @@ def _cards(
         CardClaim(
             number,
             container.cores_percent,
-            _memory_mib(container, hardware, hardware.cards[number]),
+            container.memory_mib(hardware.cards[number].memory_mib, hardware.memory_factor),
         )
         for number in sorted(card.number for card in chosen.cards)
     )
@@ -272,19 +272,13 @@ def _why_not(
     free_cores = card.cores_percent - cores
     if card.blocked is not None:
         return card.blocked
-    if slots >= card.slots:
+    if slots >= card.slots or (container.alone and slots):
         return Reason.InsufficientVGPUSlot
-    if _memory_mib(container, hardware, card) > card.memory_mib - memory:
+    if container.memory_mib(card.memory_mib, hardware.memory_factor) > card.memory_mib - memory:
         return Reason.InsufficientVGPUMemory
     if container.cores_percent > free_cores or free_cores <= 0:
         return Reason.InsufficientVGPUCore
     return None
-
-
-def _memory_mib(container: ContainerDemand, hardware: Hardware, card: Card) -> int:
-    if container.memory_units is None:
-        return card.memory_mib
-    return container.memory_units * hardware.memory_factor
 
 
 def _links(hardware: Hardware) -> Links:

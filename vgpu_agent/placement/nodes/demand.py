@@ -21,13 +21,25 @@ class ContainerDemand(msgspec.Struct, frozen=True):
         kind: when it runs.
         number: of cards, at least 1.
         cores_percent: compute; 0 for no limit.
-        memory_units: memory in units of the Node; None for all of the card's.
+        memory_units: memory in units of the Node; None for a part of the card's.
+        memory_percent: that part.
+        alone: nothing else may be on the card.
     """
 
     kind: ContainerKind
     number: int
     cores_percent: int
     memory_units: int | None
+    memory_percent: int = 100
+    alone: bool = False
+
+    def memory_mib(self, card_mib: int, memory_factor: int) -> int:
+        """Return the memory that the container takes of a card with ``card_mib``, in MiB; a unit is
+        ``memory_factor`` MiB.
+        """
+        if self.memory_units is None:
+            return card_mib * self.memory_percent // 100
+        return self.memory_units * memory_factor
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -81,14 +93,9 @@ def total(demand: Demand, memory_factor: int, whole_card_mib: int) -> tuple[int,
     """
 
     def of(container: ContainerDemand) -> tuple[int, int, int]:
-        memory = (
-            whole_card_mib
-            if container.memory_units is None
-            else container.memory_units * memory_factor
-        )
         return (
             container.number,
-            container.number * memory,
+            container.number * container.memory_mib(whole_card_mib, memory_factor),
             container.number * container.cores_percent,
         )
 

@@ -1,0 +1,207 @@
+"""Volcano's annotations of vGPUs, as a scheduler reads and writes them; the interface is in
+`families.scheduling`.
+
+With it, pods for Volcano's vGPUs get their cards from kube-scheduler and the agent's extender in
+clusters without Volcano. Nodes whose cards are divided into MIG instances for each pod are left
+out: that needs Volcano's scheduler.
+
+Amounts of memory are in the Node's own units, which its annotation does not name
+(volcano-vgpu §2.1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError, quoted, shortened
+from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu.family import (
+    NO_TYPE,
+    NO_UUID,
+    USE_TYPE,
+    USE_UUID,
+    WANTED_MODE,
+)
+from vgpu_agent.families.volcano_vgpu.node_state import REGISTER
+from vgpu_agent.families.volcano_vgpu.pod_devices import (
+    SEGMENT_END,
+    Assigned,
+    parse_pod_devices,
+    write_segment,
+)
+from vgpu_agent.families.volcano_vgpu.pod_state import ALLOCATING, BIND_TIME, PHASE, TIME
+from vgpu_agent.families.volcano_vgpu.requests import Names, read_request
+from vgpu_agent.placement.nodes.book import HeldCard, Holding
+from vgpu_agent.placement.nodes.cards import Card, Hardware, NodeCards, Unfit
+from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand, PodDemand
+from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.placement.rooms import BINPACK
+from vgpu_agent.pods import ContainerKind, DesiredPod
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vgpu_agent.pods import Pod
+
+MAX_CARDS = 64
+_MOST_CONTAINERS, _MOST_MEMORY = 10_000, 2**31 - 1
+_WHOLE_CORES = 100  # percent; schedulers know no other limit of a card (volcano-vgpu §8)
+_MIG = "mig"
+_LONGEST_NOTE = 200
+_MAX_ENTRIES = 64  # of a list in an annotation
+
+
+class VolcanoScheduling:
+    """See `SchedulingFamily`; no state of its own."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+
+    @property
+    def slots(self) -> str:
+        """See `SchedulingFamily`."""
+        return self._names.number
+
+    @property
+    def role_label(self) -> str:
+        """Empty: Volcano has no label for this."""
+        return ""
+
+    def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
+        """See `SchedulingFamily`; volcano-vgpu §2."""
+        if slots <= 0:
+            return Unfit(Reason.NodeNotVGPUEnabled)
+        text = annotations.get(REGISTER, "")
+        if not text:
+            return Unfit(Reason.NodeNoVGPURegister)
+        pieces = [piece.split(",") for piece in text.split(":") if "," in piece]
+        if not 0 < len(pieces) <= MAX_CARDS or any(len(piece) < 6 for piece in pieces):
+            return Unfit(
+                Reason.NodeBadVGPURegister,
+                f"expected 1 to {MAX_CARDS} cards of six fields, got "
+                f"{quoted(shortened(text, _LONGEST_NOTE), _LONGEST_NOTE)}",
+            )
+        if pieces[-1][5].strip() == _MIG:
+            return Unfit(Reason.DeviceMIGEnabled, "its cards are divided for each pod (mode mig)")
+        uuids = tuple(piece[0] for piece in pieces)
+        if len(set(uuids)) < len(uuids) or not all(uuids):
+            return Unfit(Reason.NodeBadVGPURegister, "two cards have one UUID, or one has none")
+        cards = [_card(piece) for piece in pieces]
+        return NodeCards(Hardware(tuple(cards), memory_factor=1, is_oversold=False), uuids)
+
+    def read_demand(self, pod: Pod) -> PodDemand | None:
+        """See `SchedulingFamily`; volcano-vgpu §8."""
+        names = self._names
+        asking = names.asking(pod)
+        if not asking:
+            return None
+        containers = []
+        for container in asking:
+            request = read_request(pod, container, names)
+            number = container.limits.get(names.number, 0)
+            if names.number in container.unreadable or not 0 < number <= MAX_CARDS:
+                value = container.unreadable.get(names.number, str(number))
+                raise RequestRefusedError(
+                    f"pod {pod.full_name}, container {container.name}: {names.number} is "
+                    f"{quoted(value, 40)}; expected a number of GPUs, 1 to {MAX_CARDS}: without "
+                    "it, the kubelet gives the container no GPU"
+                )
+            containers.append(
+                ContainerDemand(
+                    ContainerKind.MAIN,
+                    number,
+                    request.cores_percent,
+                    request.memory_units,
+                    request.memory_percent,
+                    alone=request.cores_percent == _WHOLE_CORES,
+                )
+            )
+        mode = pod.annotations.get(WANTED_MODE, "").strip()
+        if mode == _MIG:
+            raise RequestRefusedError(
+                f"pod {pod.full_name}: annotation {WANTED_MODE} is mig; MIG instances that are "
+                "made for a pod need Volcano's scheduler"
+            )
+        included = _entries(pod, USE_TYPE)
+        demand = Demand(
+            tuple(containers),
+            BINPACK,
+            BINPACK,
+            include_types=included,
+            # schedulers do not look at it where the other one is there (volcano-vgpu §3.1)
+            exclude_types=() if included else _entries(pod, NO_TYPE),
+            include_uuids=_entries(pod, USE_UUID),
+            exclude_uuids=_entries(pod, NO_UUID),
+        )
+        return PodDemand(demand, tuple(each.name for each in asking))
+
+    def read_holding(self, pod: Pod) -> Holding | None:
+        """See `SchedulingFamily`. Only what schedulers write once counts, and only of bound pods:
+        volcano-vgpu §8.
+        """
+        text = pod.annotations.get(DECISION, "")
+        if not pod.node or pod.ended or not text:
+            return None
+        segments = [segment for segment in parse_pod_devices(text) if segment]
+        return Holding(
+            pod.node,
+            (ContainerKind.MAIN,) * len(segments),
+            tuple(
+                tuple(
+                    HeldCard(each.gpu, max(each.cores_percent, 0), max(each.memory_units, 0))
+                    for each in segment
+                )
+                for segment in segments
+            ),
+        )
+
+    def when_bound(
+        self, wanted: PodDemand, holding: Holding, numbers: Mapping[str, int], now_ns: int
+    ) -> DesiredPod:
+        """Return the six annotations that Volcano's scheduler writes (volcano-vgpu §3.1, G3)."""
+        del wanted, numbers
+        devices = SEGMENT_END.join(
+            write_segment(Assigned(card.uuid, card.memory_mib, card.cores_percent) for card in each)
+            for each in holding.cards
+        )
+        seconds = str(now_ns // 1_000_000_000)
+        return DesiredPod(
+            {
+                NODE: holding.node,
+                TIME: seconds,
+                DECISION: devices,
+                TO_ALLOCATE: devices,
+                PHASE: ALLOCATING,
+                BIND_TIME: seconds,
+            },
+            {},
+        )
+
+
+def _card(fields: list[str]) -> Card:
+    """Read an entry; a number that is none counts as 0, as for schedulers (volcano-vgpu §2.2)."""
+    _, count, memory, model, health, *_ = fields
+    healthy = health.strip() in {"1", "t", "T", "true", "TRUE", "True"}
+    return Card(
+        None if healthy else Reason.DeviceUnhealthy,
+        model,
+        _number(memory, _MOST_MEMORY),
+        _WHOLE_CORES,
+        _number(count, _MOST_CONTAINERS),
+        None,
+    )
+
+
+def _number(text: str, most: int) -> int:
+    fits = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+    return min(int(text), most) if fits else 0
+
+
+def _entries(pod: Pod, key: str) -> tuple[str, ...]:
+    found = {entry.strip().lower() for entry in pod.annotations.get(key, "").split(",")} - {""}
+    if len(found) > _MAX_ENTRIES:
+        raise RequestRefusedError(
+            f"pod {pod.full_name}: annotation {key} has {len(found)} entries; expected at most "
+            f"{_MAX_ENTRIES}"
+        )
+    return tuple(sorted(found))
