@@ -16,7 +16,9 @@ from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerSchedu
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import Node
 from vgpu_agent.placement.nodes.book import Book
+from vgpu_agent.pods import Pod
 from vgpu_agent.scheduler.extender import Extender
+from vgpu_agent.scheduler.pod_events import PodEvents
 
 GRACE_SECONDS = 30.0
 
@@ -61,6 +63,7 @@ class Cluster:
 
     def __init__(self, nodes: int = 2) -> None:
         self.server, self.book, self.journal = Server(), Book(), Journal()
+        self.raised: list[tuple[str, str]] = []
         self.extender = Extender(
             book=self.book,
             family=VgpuManagerScheduling(KEYS),
@@ -69,6 +72,7 @@ class Cluster:
             journal=self.journal,
             grace_seconds=GRACE_SECONDS,
             clock=lambda: 1787331600.0,
+            events=PodEvents(self),  # type: ignore[arg-type]
         )
         self.nodes = {}
         for node in range(nodes):
@@ -77,6 +81,11 @@ class Cluster:
             self.extender.see_node(
                 Node(f"n{node}", "u", texts, {}, "", "", {}, {KEYS.number: "20"}, {}, "1")
             )
+
+    def raise_event(self, regarding: Pod, reason: str, message: str, kind: str = "Warning") -> None:
+        """Keep an event, in the place of the queue."""
+        assert kind == ("Normal" if reason == "BindingSucceed" else "Warning")
+        self.raised.append((f"{regarding.name} {reason}", message))
 
     def filter(self, pod: Mapping[str, Any] | None, *names: str, **more: Any) -> dict[str, Any]:
         """The answer of a filter."""
@@ -147,6 +156,29 @@ async def test_a_pod_of_the_contract_from_filter_to_bind() -> None:
     assert binding[:2] == ("POST", "/api/v1/namespaces/default/pods/train/binding")
     assert binding[2]["target"]["name"] == "n0"
     assert binding[2]["metadata"]["uid"] == "uid-train"
+
+
+async def test_pods_are_told_what_became_of_them() -> None:
+    """vgpu-manager §5.2, §5.8: the reasons that operators know, on the pod itself."""
+    cluster = Cluster(1)
+    first, second = a_pod("a", **WHOLE), a_pod("b", **WHOLE)
+    cluster.filter(first)
+    cluster.filter(second)
+    cluster.filter(a_pod("c", number="17"))
+    assert await cluster.bind(first, "n0") == ""
+    cluster.server.failure["PATCH"] = ClusterError("PATCH: 404", status=404)
+    cluster.extender.forget_pod("uid-a")
+    cluster.filter(second)
+    assert await cluster.bind(second, "n0") == "PATCH: 404"
+    assert [name for name, _ in cluster.raised] == [
+        "b FilteringFailed",
+        "c ResourceInvalid",
+        "a BindingSucceed",
+        "b BindingFailed",
+    ]
+    assert cluster.raised[0][1] == "0/1 nodes are available: 1 Insufficient vGPU cores (n0)"
+    assert "nvidia.com/vgpu-number" in cluster.raised[1][1]
+    assert cluster.raised[2][1].startswith(f"Bound to n0 with GPU 0 ({uuid(0, 0)}): 100 %")
 
 
 async def test_cards_are_kept_from_filter_on() -> None:

@@ -197,6 +197,7 @@ def _options(arguments: argparse.Namespace, environment: Mapping[str, str]) -> A
         key_file=arguments.tls_key_file if arguments.enable_tls else "",
         certificate_seconds=arguments.cert_refresh_interval,
         lease=lease,
+        event_source=arguments.scheduler_name,
         pod_namespace=pod_namespace,
         pod_name=pod_name if lease else "",
     )

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.demand import PodDemand
     from vgpu_agent.pods import DesiredPod, Pod
     from vgpu_agent.scheduler.messages import BindingArguments, FilterArguments
+    from vgpu_agent.scheduler.pod_events import PodEvents
 
 # Codes of the API server that mean that it has not done what was asked of it.
 _REFUSED = range(400, 500)
@@ -49,6 +50,7 @@ class _Promise(msgspec.Struct):
     """What was promised to a pod that is not bound yet.
 
     Attributes:
+        pod: as it was when it was filtered.
         holding: its cards.
         wanted: its demand.
         until: when it is taken back (the loop's time).
@@ -56,6 +58,7 @@ class _Promise(msgspec.Struct):
             watch of pods ends the promise.
     """
 
+    pod: Pod
     holding: Holding
     wanted: PodDemand
     until: float
@@ -79,6 +82,7 @@ class Extender:
         grace_seconds: float,
         clock: Callable[[], float] = time.time,
         metrics: Metrics | None = None,
+        events: PodEvents | None = None,
     ) -> None:
         """Build it.
 
@@ -91,8 +95,9 @@ class Extender:
             grace_seconds: how long cards are kept for a pod that is not bound.
             clock: unix seconds.
             metrics: what is done is counted there.
+            events: pods are told there; None tells them nothing.
         """
-        self._metrics = metrics or Metrics()
+        self._metrics, self._events = metrics or Metrics(), events
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
@@ -174,7 +179,13 @@ class Extender:
         pod = self._read_pod(arguments.pod)
         if pod.node:
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {pod.node} already")
-        if (wanted := self._family.read_demand(pod)) is None:
+        try:
+            wanted = self._family.read_demand(pod)
+        except RequestRefusedError as err:
+            if self._events is not None:
+                self._events.invalid(pod, str(err))
+            raise
+        if wanted is None:
             return FilterResult(
                 {"items": arguments.nodes.items or []} if arguments.nodes else None,
                 arguments.node_names,
@@ -221,14 +232,16 @@ class Extender:
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
             self._metrics.count_placed(wanted.demand)
-            self._promise(pod.uid, choice.holding, wanted)
+            self._promise(pod, choice.holding, wanted)
             self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
+        elif self._events is not None:
+            self._events.fits_nowhere(pod, choice.reasons)
         return choice
 
-    def _promise(self, uid: str, holding: Holding, wanted: PodDemand) -> None:
+    def _promise(self, pod: Pod, holding: Holding, wanted: PodDemand) -> None:
         until = asyncio.get_running_loop().time() + self._grace_seconds
-        self._promises[uid] = _Promise(holding, wanted, until)
-        self._book.hold(uid, holding)
+        self._promises[pod.uid] = _Promise(pod, holding, wanted, until)
+        self._book.hold(pod.uid, holding)
 
     def _end_promise(self, uid: str) -> None:
         if self._promises.pop(uid, None) is not None:
@@ -270,11 +283,16 @@ class Extender:
             await self._write(arguments, state)
             await self._post(arguments, state)
         except ClusterError as err:
+            if self._events is not None:
+                self._events.not_bound(promise.pod, str(err))
             if err.status in _REFUSED:
                 self._end_promise(arguments.pod_uid)
             # Otherwise the pod may be bound, and its cards stay until the watch shows it.
             raise
         self._journal.record("scheduler.bound", pod=name, node=arguments.node)
+        if self._events is not None:
+            numbers = self._book.numbers(arguments.node)
+            self._events.bound(promise.pod, promise.holding, numbers)
 
     async def _bind_stranger(self, arguments: BindingArguments) -> None:
         """Bind a pod that asks for nothing of ours; refuse another one, which has no cards."""

@@ -25,6 +25,7 @@ from vgpu_agent import __version__, log
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.client import ApiClient
+from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.reflector import Reflector, Scope
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import ClusterError, ListenError
@@ -34,6 +35,7 @@ from vgpu_agent.scheduler.extender import Extender
 from vgpu_agent.scheduler.leadership import Leadership, holder_of
 from vgpu_agent.scheduler.messages import BindingResult, FilterResult
 from vgpu_agent.scheduler.metrics import Metrics
+from vgpu_agent.scheduler.pod_events import PodEvents
 from vgpu_agent.web.certificate import Certificate
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ _TAKE_BACK_SECONDS = 1.0
 _BACKOFF_MIN_SECONDS, _BACKOFF_MAX_SECONDS = 1.0, 30.0
 _STUCK_SECONDS = 30.0
 _STOP_SECONDS = 5.0
+_MAX_EVENTS = 2048  # that wait; a job of many pods raises one for each within seconds
 _LEADER, _FOLLOWER = "leader", "follower"
 # Of kube-scheduler's own Lease, which changes hands seldom.
 _LEASE_LOOK_SECONDS = 2.0
@@ -90,6 +93,7 @@ class Options(msgspec.Struct, frozen=True):
         key_file: its private key, in PEM.
         certificate_seconds: how often both files are looked at.
         lease: decides which of several extenders leads; None where there is only one.
+        event_source: the component that events on pods name.
         pod_namespace: of the pod in which the extender runs.
         pod_name: its name; its label says whether the extender leads. Empty: no label is written.
     """
@@ -101,6 +105,7 @@ class Options(msgspec.Struct, frozen=True):
     key_file: str = ""
     certificate_seconds: float = 5.0
     lease: Lease | None = None
+    event_source: str = "vgpu-scheduler"
     pod_namespace: str = ""
     pod_name: str = ""
 
@@ -152,6 +157,10 @@ class Service:
         self._journal = Journal()
         self._client = ApiClient(credentials)
         self.metrics = Metrics()
+        # from no Node: the extender is a part of the cluster
+        self._events = Events(
+            self._client, options.event_source, "", self._journal, max_queued=_MAX_EVENTS
+        )
         self._leadership: Leadership | None = None
         if options.lease is not None and not options.lease.is_schedulers:
             self._leadership = Leadership(
@@ -170,6 +179,7 @@ class Service:
             journal=self._journal,
             grace_seconds=options.grace_seconds,
             metrics=self.metrics,
+            events=PodEvents(self._events),
         )
         extender = self._extender
         self._nodes = Reflector(
@@ -224,6 +234,11 @@ class Service:
                 supervisor.start(
                     "promises",
                     lambda: self._take_back(supervisor, certificate),
+                    stuck_after_seconds=_STUCK_SECONDS,
+                )
+                supervisor.start(
+                    "events",
+                    lambda: self._events.run(lambda: supervisor.beat("events")),
                     stuck_after_seconds=_STUCK_SECONDS,
                 )
                 await self._listen(runner, await certificate.context() if certificate else None)
