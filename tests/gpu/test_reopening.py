@@ -96,7 +96,7 @@ def test_a_broken_queue_stays_a_reason_until_it_is_replaced() -> None:
     """A pause may delay the new opening and must not cancel it."""
     reopening = Reopening(5)
     reopening.read(_snapshot("A"), ["A"], reopened=True, now=0)
-    reopening.queue_broken = True
+    reopening.driver_failed = True
 
     reopening.read(_snapshot("A"), ["A"], reopened=False, now=2)
     assert reopening.due(100)

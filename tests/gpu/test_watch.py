@@ -324,7 +324,7 @@ async def test_a_broken_event_queue_makes_no_gpu_unhealthy(node: SimulatedNode) 
         node.fault("nvmlEventSetWait", code=UNKNOWN, times=1)
         await watched.recorded("nvml.events_failed")
         # an XID between the two queues is lost
-        await eventually(lambda: not watched.watch._reopening.queue_broken)
+        await eventually(lambda: not watched.watch._reopening.driver_failed)
         node.xid(2, 79)
         await watched.unhealthy(node.uuids[2])
 

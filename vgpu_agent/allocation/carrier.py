@@ -1,4 +1,5 @@
-"""The way of a decided grant to its container, as `allocation` sees it; `runtime` is the carrier.
+"""The way of a decided grant to its container, as `allocation` sees it. The package
+`vgpu_agent.runtime` implements it, in `runtime/grants.py`.
 
 The CDI name stands for the ids, not for a pod. It is given to the kubelet before the owner of the
 ids is known, and the spec behind it is written when the pod has been proven, by the kubelet's
@@ -37,7 +38,7 @@ def tokens_of(pod_uid: str, grants: Iterable[Grant]) -> tuple[str, ...]:
     """Return the tokens of those of ``grants`` whose shares were decided for a pod;
     ``pod_uid`` is the kubelet's UID of it.
 
-    They connect the log lines from Allocate to the pod's last annotation.
+    They connect the log lines about a pod, from its Allocate to the last patch of its annotations.
     """
     decided = (
         grant
@@ -110,7 +111,7 @@ class Carrier(Protocol):
         ...
 
     async def has_usable_spec(self, token: str) -> bool:
-        """Tell whether the spec of that name is where the runtime looks for it."""
+        """Tell whether the spec of that name is where the container runtime looks for it."""
         ...
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:

@@ -74,9 +74,8 @@ def question(
 
 
 def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neighbours:
-    """Return the GPUs that other families are offered, hold through ``grants`` or claim.
-
-    ``family`` considers them when it chooses a GPU.
+    """Return the GPUs that other families are offered, hold through ``grants`` or claim, and those
+    that serve ``family`` itself, which considers all this when it chooses a GPU.
     """
     if not (shared := ledger.shared_gpus(family)):
         return ALONE  # no other family is offered a GPU of this one

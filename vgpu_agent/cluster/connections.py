@@ -1,8 +1,8 @@
 """One set of TCP connections to the API server, made with one set of TLS files,
 and the requests over them.
 
-Used by `client`, which makes another set when the credentials' files have changed and closes this
-one when its last request has ended.
+Used by `client`, which makes another set when anything but the token has changed (such as the
+server's address or the TLS files), and closes this one when its last request has ended.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Connections:
         """Connections to where ``access`` leads; none is made before the first request.
 
         Raises:
-            ClusterError: a TLS file is missing or holds no certificate.
+            ClusterError: a TLS file is missing or of no use, such as a key of another certificate.
         """
         return cls(
             access,
@@ -156,7 +156,7 @@ def _ssl_context(access: Access) -> ssl.SSLContext:
     """Build the TLS context of the credentials; reads files.
 
     Raises:
-        ClusterError: a file is missing or holds no certificate.
+        ClusterError: a file is missing or of no use, such as a key of another certificate.
     """
     try:
         context = ssl.create_default_context(cafile=access.ca_file or None)

@@ -1,5 +1,5 @@
 """The device nodes of a MIG instance: ``/dev/nvidia-caps/nvidia-cap<N>``,
-one for its GPU and one for its compute instance.
+one for its GPU instance and one for its compute instance.
 
 NVML does not report N. The driver lists it in ``driver/nvidia-caps/mig-minors`` below procfs, under
 the *minor* of the parent GPU, not under NVML's index (nvidia §4). Where a line is missing or makes
@@ -85,9 +85,9 @@ class Capabilities:
 
 def parse(text: bytes, path: str) -> CapabilityMinors:
     """Read the driver's lines, e.g. ``gpu0/gi1/access 30``;
-    lines about other things than MIG instances are passed over.
+    lines about other things than MIG instances are read as well, and nobody asks for them.
 
-    A last line without its end is ignored: half of a number is a number.
+    A last line without its end gives no number but a trouble: half of a number is a number.
 
     Args:
         text: the content of the file.

@@ -1,8 +1,10 @@
 """The decision when to reopen the driver, which is the only way to see cards that came or went.
 
 Opening takes the driver seconds on some nodes, so it is not done at every poll but for a reason:
-cards do not answer, answer again, or the kernel module drives other cards than before.
-A reason that stays is tried again after pauses that double.
+cards do not answer, answer again, the kernel module drives other cards than before, or the driver
+failed as a whole. A reason that stays is tried again after pauses that double, up to
+`_LONGEST_PAUSE_POLLS` polls. An opening after which not even the cards could be counted leaves the
+pause as it is: the next poll tries again.
 
 Called by `watch` after each reading.
 """
@@ -24,13 +26,13 @@ class Reopening:
 
     Attributes:
         interval_seconds: the interval of the polls, and the first pause.
-        queue_broken: set by the caller when waiting for events or counting the cards failed; an
-            opening clears it.
+        driver_failed: set by the caller when the driver's event queue could not be waited for, or
+            when the cards could not be counted; a reading with the driver reopened clears it.
     """
 
     def __init__(self, interval_seconds: float) -> None:
         self.interval_seconds = interval_seconds
-        self.queue_broken = False
+        self.driver_failed = False
         self._wanted = False
         self._not_before = 0.0
         self._pause = 0.0
@@ -40,7 +42,7 @@ class Reopening:
 
     def due(self, now: float) -> bool:
         """The next reading should reopen the driver (``now``: monotonic seconds)."""
-        return (self._wanted or self.queue_broken) and now >= self._not_before
+        return (self._wanted or self.driver_failed) and now >= self._not_before
 
     def read(self, snapshot: Snapshot, known: Iterable[str], *, reopened: bool, now: float) -> None:
         """Learn from a reading.
@@ -60,7 +62,7 @@ class Reopening:
         if changed and not reopened:
             self._not_before = self._pause = 0.0  # a new reason: at once, whatever the pauses were
         if reopened:
-            self.queue_broken = False
+            self.driver_failed = False
             self._pause = min(
                 max(self.interval_seconds, self._pause * 2),
                 self.interval_seconds * _LONGEST_PAUSE_POLLS,

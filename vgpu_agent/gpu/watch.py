@@ -239,7 +239,7 @@ class GpuWatch:
             self._driver_failed(str(err), NvmlState.MISSING)
             raise
         except NvmlError as err:
-            self._reopening.queue_broken = True
+            self._reopening.driver_failed = True
             self._driver_failed(str(err), NvmlState.ANSWERING)
             self._schedule_poll()
             raise
@@ -411,7 +411,7 @@ class GpuWatch:
         no GPU is Unhealthy because of it.
         """
         if self._problems.is_new("events", problem):
-            self._reopening.queue_broken = True
+            self._reopening.driver_failed = True
             self._journal.record("nvml.events_failed", level="warning", problem=problem)
             self._want_poll()
 

@@ -1,4 +1,5 @@
-"""A process on a simulated GPU: its use, and the slot and lock by which NVML shows it.
+"""A process on a simulated GPU: its use, and the slot (a row of the node's state file) and the lock
+by which NVML shows it.
 
 `SimulatedNode` shows processes that need not exist. The program `holder` is a real one. A live
 process holds a POSIX lock on one byte of the state file; the library asks the kernel who holds it

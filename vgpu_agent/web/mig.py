@@ -1,5 +1,5 @@
-"""MIG instances: their JSON shape, whether they may be granted, and the holders of an instance that
-is gone.
+"""MIG instances: their JSON shape and whether they may be granted. Also the grants on devices that
+are gone, MIG instances or whole GPUs.
 
 Used by `views`, `problems` and the table of metrics. The rules of `views` for changes of the JSON
 apply here, too.

@@ -1,7 +1,9 @@
 """The cards of a whole pod: which ones ``volcano.sh/gpu-index`` names, which of them each
 container's units are on, and which ones a pod gets when no GPU scheduler has decided.
 
-The annotation names the cards of a whole pod, so each container's part of it has to be found. The
+The annotation names the cards of a whole pod, so each container's part of it has to be found. A
+*unit* is one of what the container's limit counts: a card with ``gpu-number``, an amount of memory
+with ``gpu-memory``. The *place* of a card is that of its number in the annotation, from 0. The
 agent's own choice follows the order of Volcano's scheduler (volcano-gpushare §8): no packing and no
 spreading, the lowest number that fits. Pure functions, called by `family`.
 """
@@ -34,7 +36,8 @@ def parse_indices(text: str) -> list[int] | None:
 
 
 def first_units(pod: Pod, resource: str) -> dict[str, int]:
-    """Map each container to the place of its first unit among the pod's.
+    """Map each container to the place of its first unit among the pod's: with ``gpu-number`` that
+    of its first card in the annotation.
 
     Sidecars and main containers come one after the other. The places of an init container begin
     after those of the sidecars before it; main containers get the same places later.
@@ -48,7 +51,7 @@ def first_units(pod: Pod, resource: str) -> dict[str, int]:
 
 
 def units(pod: Pod, resource: str) -> int:
-    """Return what the whole pod needs at its peak."""
+    """Return the units that the whole pod needs at its peak."""
     first = first_units(pod, resource)
     return max(
         (first[container.name] + container.limits.get(resource, 0) for container in pod.containers),
@@ -78,7 +81,7 @@ def first_idle(rooms: Sequence[DeviceRoom], count: int) -> tuple[DeviceRoom, ...
     """Return the first ``count`` devices without any holder.
 
     Raises:
-        CapacityError: there are fewer; the text explains why each of the others is not available.
+        CapacityError: there are fewer; the text says of each device why not, or that it is idle.
     """
     idle = [room for room in rooms if not room.trouble and not room.holders]
     if len(idle) < count:

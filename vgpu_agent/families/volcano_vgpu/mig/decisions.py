@@ -2,8 +2,9 @@
 those that a scheduler has chosen, others of the same size, or those that the agent finds.
 
 Two pods of one scheduling round can be given the same instance, because the scheduler counts
-instances only after it has seen the pods bound (volcano-vgpu D15). So an annotation names the size
-and the GPU, and the ledger's grants decide which instance. A GPU that must be divided first is
+instances only after it has seen the pods bound (volcano-vgpu D15). So of what an annotation names
+(GPU, group, position) only the GPU, the group and the size of the instance are binding, and the
+ledger's grants decide which instance of that size it is. A GPU that must be divided first is
 named in the decision, instead of shares. No container has a part of it then, and `allocation` has
 it divided before it asks again. Called by `family`.
 """
@@ -64,10 +65,10 @@ def followed(
         factor: MiB in one unit of memory.
 
     Raises:
-        RequestRefusedError: the segment names a group or a position that does not exist, or an
-            instance that is smaller than what was asked for.
-        CapacityError: no instance of that size is free there, or the GPU is divided otherwise and
-            has a holder.
+        RequestRefusedError: the segment names a device in another form, a group or a position that
+            does not exist, or an instance that is smaller than what was asked for.
+        CapacityError: the GPU is missing, no instance of that size is free there, or the GPU is
+            divided otherwise and has a holder.
     """
     by, shares, layouts, changed = (
         f"the scheduler, in {DECISION}",
@@ -97,7 +98,8 @@ def remembered(
     segment: Sequence[Assigned], question: Question, known: Sequence[ModelGeometries]
 ) -> tuple[Share, ...] | None:
     """Return what a running container must have, by its annotation alone;
-    None where its GPU is divided otherwise.
+    None where it does not say so: the annotation names no MIG instance, or a group or position that
+    does not exist; or its GPU is missing or divided otherwise.
     """
     shares = []
     for assigned in segment:
@@ -133,8 +135,9 @@ def placed(
 
     The rules of fit are the scheduler's (volcano-vgpu §4.3): the smallest instance that is large
     enough, and a GPU that has a holder keeps its group. GPUs that have such an instance already
-    come before those that would have to be divided again, and within both the lowest rank comes
-    first. A GPU that another family has or waits for comes last.
+    come before those that would have to be divided again. Within both a GPU that serves this family
+    comes before one that serves none (its rank, see `placement.mixing`). A GPU that another family
+    has or waits for comes last.
 
     Args:
         question: the container with its pod, ids and what each GPU has left.
@@ -175,8 +178,8 @@ def placed(
         others = "; ".join(f"{uuid}: {text}" for uuid, text in lacks.items())
         raise CapacityError(
             f"{count} × {question.resource.name} cannot be placed on this node: "
-            f"{len(ready) + len(divisible)} GPUs have a MIG instance for it; "
-            f"{others or 'it has no other GPU to share'}"
+            f"{len(ready) + len(divisible)} GPUs have a MIG instance for it or can be divided "
+            f"for it; {others or 'the node has no other GPU to share'}"
         )
     chosen = sorted([*ready, *divisible], key=lambda uuid: rank(uuid) == OTHERS)[:count]
     if layouts := tuple(divisible[uuid] for uuid in chosen if uuid in divisible):
