@@ -82,7 +82,7 @@ def is_object_name(text: str) -> bool:
 
 def container_directory(pod_uid: str, container: str) -> str:
     """``<pod UID>_<container>``, the name of a container's own directory on the host;
-    nothing else may build it.
+    whoever makes the directory takes its name from here.
 
     Raises:
         InvalidNameError: one of the two could lead out of the parent directory, or into that of
@@ -277,8 +277,8 @@ class PodCache:
     event. `revision` advances with every change. Only the event loop's thread may change it.
 
     Bounds: `MAX_PODS` and about `MAX_BYTES`. What is beyond is left out and counted: first pods
-    that no scheduler has bound, then the largest. A pod that is left out is requested when it
-    starts, and does not count as ended.
+    that no scheduler has bound, then the largest. The API server is asked for a pod that is
+    left out when it starts, and the pod does not count as ended.
 
     Attributes:
         left_out: pods that are not in the cache because there are too many or they are too large.
@@ -340,8 +340,9 @@ class PodCache:
         )
 
     def was_left_out(self, kubelet_uid: str) -> bool:
-        """Tell whether a pod with that UID of the kubelet's was left out,
-        so that `get` does not find it.
+        """Tell whether a pod with that UID of the kubelet's was left out, so that `get` does not
+        find it. Static pods are not recognised: a mirror that was left out is remembered by its own
+        UID.
         """
         return kubelet_uid in self._beyond
 
@@ -349,8 +350,8 @@ class PodCache:
         """Tell whether, by the API server, the pod with that UID of the kubelet's has ended
         or is gone.
 
-        That never applies to a static pod: the kubelet runs it whether the API server has its
-        mirror or not.
+        A static pod has not ended because its mirror is gone: the kubelet runs it whether the API
+        server has the mirror or not.
         """
         if not self.synced.is_set() or self.was_left_out(kubelet_uid):
             return False
@@ -369,8 +370,8 @@ class PodCache:
         )
 
     def is_only_one_of_its_name(self, pod: Pod) -> bool:
-        """Tell whether this is the only pod seen under its name;
-        the kubelet may still have a predecessor deleted by force.
+        """Tell whether this is the only pod seen under its name. Otherwise the kubelet may still
+        have another one, which was deleted by force.
         """
         return self._uids.get((pod.namespace, pod.name), set()) <= {pod.claimed_uid or pod.uid}
 

@@ -31,7 +31,8 @@ _logger = log.get(__name__)
 class Reload:
     """The configuration in force, and the reasons why a newer one is not.
 
-    State: ``loaded`` is the one in force; `problems` and ``needs_restart`` are about the newest.
+    State: ``loaded`` is the newest valid one. It is in force, except for those of its settings that
+    are in ``needs_restart``. `problems` are about the newest of all.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class Reload:
     @property
     def problems(self) -> tuple[str, ...]:
         """The faults in the newest files, and in the choice of a named one;
-        empty when all is in force.
+        empty when there are none.
         """
         named = (self.named.problem,) if self.named and self.named.problem else ()
         return (*self._refused, *named)
 
     async def run(self) -> None:
-        """Watch until cancelled; return at once when there is no file."""
+        """Watch until cancelled; return at once when there is no file and none can be chosen."""
         sources = self.named.sources if self.named else None
         async for outcome in changes(
             self.loaded,

@@ -1,5 +1,5 @@
-"""The binding mode: late if this node's kubelet and runtime can get a container's edits
-after Allocate, else early.
+"""The binding mode: late if this node's container runtime resolves CDI names, so that a container's
+edits can be written after Allocate, else early. The setting ``binding.mode`` may say otherwise.
 
 `agent` asks once it has read its own Node, and shows the answer with its reason in the log and
 under ``/debug/config``.

@@ -3,8 +3,8 @@ before it is put where all runtimes of the node look.
 
 One wrong file keeps every container from starting whose devices are in it. So nothing is written
 that these rules refuse, and no invalid spec of another program is used. Rules: the CDI
-specification and the checks of its reference implementation. Called by `generated_specs` and
-`toolkit_specs`.
+specification and the checks of its reference implementation. Called by `nvidia_ctk`,
+`generated_specs`, `toolkit_specs` and `inlining`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def problems(spec: Spec) -> list[str]:
 def least_version(*edits: ContainerEdits, annotated: bool = False) -> str:
     """The lowest version of CDI that knows all that is used in ``edits``; a runtime refuses
     versions that are newer than itself.
+
+    With ``annotated`` the spec has annotations, or a kind that the same version allows first.
     """
     nodes = [node for each in edits for node in each.device_nodes]
     if any(each.net_devices for each in edits):

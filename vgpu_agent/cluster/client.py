@@ -1,4 +1,4 @@
-"""The HTTP client for the API server. It sends and returns bytes, and turns each failure into a
+"""The HTTP client for the API server. It returns bytes, and turns each failure into a
 `ClusterError` of one sentence.
 
 Built by `agent` when there are `credentials`. The watchers and writers of this package use it as
@@ -11,7 +11,7 @@ Built by `agent` when there are `credentials`. The watchers and writers of this 
 * a count of requests.
 
 A request is repeated only once, with fresh credentials, when the API server has refused the old
-ones. Callers decide about all other retries.
+ones or TLS has failed with them. Callers decide about all other retries.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ _WATCH_SECONDS = 1800.0  # the API server's limit for a watch without a timeout 
 class ApiClient:
     """The API server, as one HTTP client.
 
-    State: the connections, made for one set of credentials. When the server's address or TLS files
-    have changed, new requests get new connections. The old ones are closed when the last request on
+    State: the connections, made for one set of credentials. When anything but the token has
+    changed, new requests get new connections. The old ones are closed when the last request on
     them has ended.
 
     Attributes:
-        requests: their number by verb (``get``, ``list``, ``watch``, ``patch``, ``create``),
-            resource (``pods``, ``nodes/status``) and outcome: the HTTP status, or ``no answer``.
+        requests: their number by verb (``get``, ``list``, ``watch``, ``patch``, ``create``,
+            ``delete``), resource (``pods``, ``nodes/status``) and outcome: the HTTP status, or
+            ``no answer``.
     """
 
     def __init__(self, credentials: Credentials) -> None:
@@ -111,7 +112,7 @@ class ApiClient:
 
         Raises:
             ClusterError: anything but success, a pause as long as the time limit of a
-                request, or more than `LONGEST_LIST_BYTES`.
+                request, `_LIST_TIMES` of that for the whole, or more than `LONGEST_LIST_BYTES`.
         """
         seconds = api.REQUEST_TIMEOUT_SECONDS
         timeout = aiohttp.ClientTimeout(
@@ -225,9 +226,7 @@ class ApiClient:
             await connections.leave(response)
 
     async def _connections_for(self, access: Access) -> Connections:
-        """Return connections for ``access``: the current ones, or new ones when server or TLS
-        files differ.
-        """
+        """Return connections for ``access``: the current ones if they suit, or new ones."""
         async with self._connecting:
             current = self._connections
             if current is None or not current.suits(access):

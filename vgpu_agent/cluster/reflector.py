@@ -7,12 +7,12 @@ watches do not keep:
 
 * A watch that ends is normal. The next one goes on from the same version, after a pause that
   doubles while watches end soon.
-* 410 in any form means that history was lost: list again. Any other failure keeps the version, so
-  that no event is lost or seen twice.
-* Bookmarks move the version only. Versions are compared for equality alone, as the API asks of its
+* 410 in any form means that history was lost: list again. A malformed event, or the deletion of an
+  undecodable object, leads to a new list as well. Any other failure keeps the version, so that no
+  event is lost or seen twice.
+* Bookmarks move the version only. Versions are never put in an order, as the API asks of its
   clients.
-* Undecodable objects are skipped, each logged once and counted. A malformed event leads to a new
-  list.
+* Other undecodable objects are skipped, each logged once and counted.
 * A connection that is silent for too long is dead (`client` sees to that); ``Retry-After`` is
   obeyed.
 """
@@ -124,7 +124,7 @@ class Reflector(Generic[T]):
     supervisor, and the failure of a watch; it is dropped when the API server has forgotten it.
 
     Attributes:
-        status: its history.
+        status: counts, times and the last error of its lists and watches.
         synced: there was a first complete list.
         trouble: why the last list or watch failed; None when all is well.
     """
@@ -171,7 +171,7 @@ class Reflector(Generic[T]):
 
     @property
     def longest_silence_seconds(self) -> float:
-        """The longest healthy silence of `run`."""
+        """The longest time between two calls of ``beat`` by a healthy `run`."""
         return (
             2 * WATCH_SECONDS
             + api.WATCH_SILENCE_SECONDS
@@ -195,7 +195,7 @@ class Reflector(Generic[T]):
         """List and watch, until cancelled.
 
         Args:
-            beat: called with every heartbeat.
+            beat: called at each sign of life, so that a supervisor can tell a hang.
         """
         backoff, loop = Backoff(self._uniform), asyncio.get_running_loop()
         while True:

@@ -12,8 +12,12 @@ FORMER_KEYS = {
     "binding.refusedEventSeconds": "the pod gets an event after 30 s of refusals",
     "binding.startSeconds": "finding the pod of one start may take 20 s",
     "cdi.generateTimeoutSeconds": "the program that makes the CDI spec may take 30 s",
-    "cluster.backoffMaxSeconds": "failed requests and watches are tried again after at most 30 s",
-    "cluster.backoffMinSeconds": "failed requests and watches are tried again after 0.8 s at first",
+    "cluster.backoffMaxSeconds": (
+        "failed requests and watches are tried again after at most 30 s, refused ones after 300 s"
+    ),
+    "cluster.backoffMinSeconds": (
+        "failed requests and watches are tried again after at most 0.8 s at first"
+    ),
     "cluster.connectTimeoutSeconds": "a connection to the API server may take 5 s",
     "cluster.handshakeMinSeconds": "handshakes of old schedulers are answered every 15 s at most",
     "cluster.requestTimeoutSeconds": "a request to the API server may take 15 s",

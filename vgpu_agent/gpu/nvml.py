@@ -1,9 +1,9 @@
 """NVML with types, our own exceptions, and a record of the call in flight.
 
 pynvml has no types, its errors are not hashable, and its calls may block for seconds, or for ever
-when a card dies. This wrapper is the only place that calls it: each method is one NVML function (or
-the two versions of it that drivers have), each failure is an `NvmlError`, and while a call runs
-`Nvml.in_flight` names it and its GPU, so that another thread can tell which call hangs.
+when a card dies. This wrapper is the only place that calls it: nearly every method is one NVML
+function (or the two versions of it that drivers have), each failure is an `NvmlError`, and while a
+call runs `Nvml.in_flight` names it and its GPU, so that another thread can tell which call hangs.
 
 Used only in the thread that owns NVML (`thread`), by `session` and its callees. Optional facts are
 None where a driver or card does not have them; that is normal, not an error.
@@ -49,8 +49,8 @@ _LOOK_EVENTS = (
 
 
 class CallInFlight(msgspec.Struct, frozen=True):
-    """A driver call that has not returned: its name, its GPU's UUID if it has one,
-    and when it began (monotonic seconds).
+    """A driver call that has not returned: its name, its GPU's UUID if it has one (``index N``
+    while the UUID is not known), and when it began (monotonic seconds).
     """
 
     name: str

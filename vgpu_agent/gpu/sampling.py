@@ -7,8 +7,9 @@ the last second (vgpu-manager §8.6), and the libraries read it from a file.
 The samples are taken in the NVML thread, between the waits for events, a few GPUs at a time. One
 thread is the only user of NVML, because NVML can only be reopened when it has no other user in the
 process. A call that hangs stops the samples together with all other uses of NVML. It is detected in
-the same way, and readers of the samples see their age. The driver's rows are passed on unchanged,
-in buffers that are allocated once, because pynvml's objects would take most of the time.
+the same way, and readers of the samples see their age. The driver's rows are passed on unchanged
+(those of a newer call in the form of the older one), in buffers that are allocated once, because
+pynvml's objects would take most of the time.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Sink(Protocol):
         Args:
             index: of the GPU.
             since: unix microseconds; the samples are not older.
-            samples: rows of use; None when the driver has no newer ones than last time.
+            samples: rows of use; None when the driver has none since then, or too many.
             compute: processes that compute.
             graphics: processes that draw.
         """
@@ -130,7 +131,7 @@ class ProcessSampler:
             return self._processes(kind, rows, handle)
 
     def _use(self, handle: Handle, since: int) -> memoryview | None:
-        """The rows of use since ``since``; None when there are no newer ones."""
+        """The rows of use since ``since``; None when there are none, or too many."""
         if not self._by_extended:
             try:
                 return self._filled("nvmlDeviceGetProcessUtilization", handle, self._samples, since)
@@ -144,7 +145,7 @@ class ProcessSampler:
     def _filled(
         self, name: str, handle: Handle, rows: _Rows, since: int | None = None
     ) -> memoryview | None:
-        """Call an NVML function that fills rows; None when it has nothing new."""
+        """Call an NVML function that fills rows; None when it has none, or too many."""
         while True:
             rows.count.value = rows.room
             pointer = ctypes.byref(rows.count)

@@ -26,7 +26,7 @@ class Target(msgspec.Struct, frozen=True):
         grant: a name that stays the same over restarts of the container and differs from every
             other grant's.
         environment: names of the variables that the pod's specification sets.
-        shares: (GPU, share) in the order of the family's vocabulary.
+        shares: (GPU, share) in the order in which the container is to count the GPUs.
         oversubscribed: more memory or compute is offered than there is.
         limit_cores: whether compute is to be limited as well as booked.
         unit_mib: the smallest share of memory that the node gives.

@@ -77,7 +77,8 @@ DECISIVE = frozenset(
 )
 _NO_CARD = "GPU-00000000-0000-0000-0000-000000000000"
 
-# Pods have none; a container registers by its own names (vgpu-manager §9).
+# The UUID for registering, which no pod has: a container registers by its own names (vgpu-manager
+# §9).
 REGISTER_UUID = ""
 
 # of `registry_directory`: its two files are reached by name, and nobody lists it
@@ -153,7 +154,9 @@ class ControlTarget(msgspec.Struct, frozen=True):
 
 
 class ControlBackend(Protocol):
-    """The interface by which the family puts limits in force: `VgpuControl`, or nothing."""
+    """The interface by which the family puts limits in force: `VgpuControl`, or one that limits
+    nothing.
+    """
 
     @property
     def name(self) -> str:
@@ -356,8 +359,8 @@ def watcher_directory(host_directory: str) -> str:
 
 
 def allowed_size(name: str) -> int | None:
-    """Return how large a container may make its file of that name, in bytes; None for a name that
-    no container writes to.
+    """Return how large the file of that name in a container's directory may be, in bytes; None for
+    a name that is not limited.
     """
     if name.endswith(_LOCK_SUFFIX):
         return _LOCK_SIZE
@@ -440,7 +443,7 @@ def _folder(path: str) -> str:
 def _writable(directory: str, path: str) -> HostFile:
     """A file as the first process of the container would have made it, for any of its users.
 
-    Its space is taken beforehand, and its begin is that of an initialised table, so that the
+    Its space is taken beforehand, and its beginning is that of an initialised table, so that the
     library takes it as it is.
     """
     sizes = {VMEM_FILE: (VMEM_SIZE, vmem_head()), SM_NODE_FILE: (SM_NODE_SIZE, sm_node_head())}

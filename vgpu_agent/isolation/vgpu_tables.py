@@ -1,4 +1,5 @@
-"""The tables by which vgpu-manager's libvgpu-control.so and the agent report use to each other:
+"""The tables by which vgpu-manager's libvgpu-control.so and the agent tell each other how much
+containers use:
 ``vmem_node.config``, ``sm_node.config`` and ``sm_util.config`` (vgpu-manager §7.7).
 
 The first two belong to a container, which may write anything into them, or cut them short while
@@ -20,7 +21,7 @@ from vgpu_agent.isolation.vgpu_config import MAX_CARDS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# magic, version, used bytes, slots: the begin of both tables of a container
+# magic, version, used bytes, slots: the beginning of both tables of a container
 _HEAD = struct.Struct("<4I")
 _SLOTS_OFFSET = 128  # where the slots begin, one for each card
 MAX_PROCESSES = 1024
@@ -84,12 +85,12 @@ class SmUse(msgspec.Struct, frozen=True):
 
 
 def vmem_head() -> bytes:
-    """The begin of an empty ``vmem_node.config``."""
+    """The beginning of an empty ``vmem_node.config``."""
     return _HEAD.pack(VMEM_MAGIC, VMEM_VERSION, VMEM_USED, MAX_CARDS)
 
 
 def sm_node_head() -> bytes:
-    """The begin of an empty ``sm_node.config``."""
+    """The beginning of an empty ``sm_node.config``."""
     return _HEAD.pack(SM_NODE_MAGIC, SM_NODE_VERSION, SM_NODE_USED, MAX_CARDS)
 
 

@@ -1,9 +1,9 @@
 """The device plugin service of one resource: the answers to the kubelet's five calls.
 
 `server` puts it on a socket. It decides nothing itself: a `Backend` knows the devices and books the
-ids. This module keeps the kubelet's rules (kubelet §4, §6). Each list is complete,
-GetPreferredAllocation never fails, an answer takes less than a second and has one element for each
-container.
+ids. This module keeps the kubelet's rules (kubelet §4, §6): each list is complete,
+GetPreferredAllocation never fails, and an answer has one element for each container. It is up to
+the `Backend` that an answer to Allocate takes less than a second.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class SentList(msgspec.Struct, frozen=True):
 
     @property
     def offered(self) -> Sequence[DeviceId]:
-        """The offered ids, still as compact `NumberedIds` where the list was built from such."""
+        """The ids of the list. Where it was built from compact `NumberedIds`, these are returned,
+        and the held ids of lost devices are left out.
+        """
         if isinstance(self.devices, NumberedList):
             return NumberedIds(tuple(block for block, _ in self.devices.blocks))
         return [device.id for device in self.devices]
@@ -161,8 +163,8 @@ class PluginService:
 
     @property
     def last_sent(self) -> SentList | None:
-        """The list that an open stream last sent;
-        None when no stream is open or none has sent anything yet.
+        """The list that was sent last, by whichever stream; None when no stream is open, or nothing
+        was ever sent.
         """
         if not self._open or self._sent is None:
             return None

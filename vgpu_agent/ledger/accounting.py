@@ -194,7 +194,7 @@ def overbooked(
         resource: the resource whose limits count.
         booked: by its grants.
         devices: by UUID.
-        firm: look only at the compute and the holders that no scheduler decided.
+        firm: of the compute and the holders, count only those that no scheduler decided.
     """
     cores_limit = _cores_limit_percent(resource)
     firm = firm and resource.decided_by is Decider.POD

@@ -129,7 +129,8 @@ class Ledger:
 
         Grants stay: an id that is no longer offered stays with its container and is reported as
         foreign. Ids that name devices and are still offered have the shares that ``stand_for``
-        returns now, as they would after a restart.
+        returns now, as they would after a restart. Families in ``paused`` start no container for
+        the time being, and no GPU is offered to them in turn.
 
         Raises:
             ValueError: a name occurs twice, or an id in two resources of a family (kubelet V17).
@@ -293,7 +294,8 @@ class Ledger:
 
     def listing(self, name: str) -> Sequence[ListedDevice]:
         """The complete list that the kubelet must see now:
-        every offered id, and held ids of devices that went away (kubelet V16).
+        every offered id, and held ids that are not offered any more and whose device has a fault
+        or is gone (kubelet V16).
         """
         resource = self.resource(name)
         self._listed = True
@@ -787,7 +789,7 @@ class Ledger:
         firm: bool = False,
     ) -> None:
         """Go back to ``before`` and raise when ``grant`` is too much for a device of ``wanted``.
-        With ``firm``, only the compute and the holders that no scheduler decided are looked at.
+        With ``firm``, of the compute and the holders only those count that no scheduler decided.
         """
         excess = self._overbooked(resource, firm=firm) if wanted else {}
         for device in wanted:

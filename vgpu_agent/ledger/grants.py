@@ -52,7 +52,7 @@ class Grants:
         return self.last_number
 
     def saved(self) -> Saved:
-        """Everything as it is now, for `restore`."""
+        """The grants as they are now, for `restore`."""
         return dict(self.by_number)
 
     def restore(self, saved: Saved) -> None:
@@ -83,7 +83,7 @@ class Grants:
         return known[2]
 
     def offers_all_of(self, grant: Grant) -> bool:
-        """Tell whether the grant was made under today's settings."""
+        """Tell whether all ids of the grant are offered under today's settings."""
         return not self.foreign_ids(grant)
 
     def holders(self, resource: str, ids: Iterable[str]) -> set[int]:
@@ -123,7 +123,7 @@ class Grants:
         return bool(restated)
 
     def hand_on(self, number: int) -> None:
-        """Take the shares of grant ``number``, whose container has ended; its ids stay with its
+        """Take its shares from grant ``number``, whose container has ended; its ids stay with its
         pod. Unknown numbers are allowed.
         """
         if grant := self.by_number.get(number):

@@ -56,6 +56,7 @@ def best_set(
     their order.
 
     Of equally good sets it is the one that leaves the others the better links, then the first.
+    Beyond `MAX_SETS` sets it is a good one, and not always the best.
     """
     if not 0 < count < len(devices):
         return tuple(devices[:count])

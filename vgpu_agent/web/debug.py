@@ -398,7 +398,8 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/events",
-        "The last thousand decisions (since=10m, event=gpu.unhealthy, limit=20).",
+        "The latest events and decisions, a thousand at most (since=10m, event=gpu.unhealthy, "
+        "limit=20).",
         ("since", "event", "limit"),
         _events,
     ),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Resource
     from vgpu_agent.pods import PodCache
 
-_PENDING = "Pending"  # a pod's phase until its first container runs
+_PENDING = "Pending"  # a pod's phase until its main containers run
 
 
 class StartingPods:

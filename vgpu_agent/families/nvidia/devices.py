@@ -102,7 +102,7 @@ MIG_STRATEGIES: Mapping[str, MigStrategy] = {
 
 
 def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
-    """Return the devices of the node by resource name; each device has exactly one."""
+    """Return the devices of the node by resource name; no device is under two names."""
     strategy = MIG_STRATEGIES[options.mig_strategy]
     named = Named()
     if options.wsl:
@@ -110,7 +110,8 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
         return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
     for number, known in inventory.numbered.items():
-        # the index that users mean in `devices`, also when a card before it is lost
+        # the index by which users name it in `devices` of a shared resource, also when a card
+        # before it is lost
         gpu = msgspec.structs.replace(known, index=number)
         if gpu.mig_enabled and strategy.divided:
             _name_instances(gpu, strategy, options, named)

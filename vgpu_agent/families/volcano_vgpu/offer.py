@@ -3,7 +3,7 @@ three resources, or four, and the unit in which memory is counted.
 
 Ids are those of the replaced plugin, because the kubelet's checkpoint holds them for running pods
 (volcano-vgpu §1.2). Its memory list outgrows the kubelet's message on large cards (volcano-vgpu
-D9). Here the unit grows instead, or the start reports which one would fit. Called by `family` with
+D9). Here the unit grows instead, or the agent reports which one would fit. Called by `family` with
 each inventory.
 """
 
@@ -69,7 +69,7 @@ class VolcanoVgpuOptions(msgspec.Struct, frozen=True):
         cores_scaling: the same for compute.
         limit_cores: compute is limited as well as booked.
         hidden_uuids: GPUs that are not offered.
-        hidden_indices: the same, by NVML index.
+        hidden_indices: the same, by number (`Inventory.numbered`).
         policy: ``binpack`` or ``spread``, for pods that no GPU scheduler has placed.
         handshake_seconds: shortest time between two answers to an old scheduler's handshake.
         lists: how containers get their devices.
@@ -195,7 +195,8 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
 
     Raises:
         OfferError: a list would not fit into a message of the kubelet; the text names what would
-            (kubelet V13). Or no geometry is known for any of the GPUs.
+            (kubelet V13). Or, in the mode `MIG`, no geometry is known for any of the GPUs that are
+            not hidden.
     """
     gpus, names = shared_gpus(inventory, options), options.names
     if not gpus:
@@ -232,9 +233,10 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
 
 
 def _check_geometries(inventory: Inventory, options: VolcanoVgpuOptions) -> None:
-    if options.mode != MIG or not inventory.gpus:
+    visible = visible_gpus(inventory, options.hidden_uuids, options.hidden_indices)
+    if options.mode != MIG or not visible:
         return
-    models = ", ".join(dict.fromkeys(gpu.name for gpu in inventory.gpus))
+    models = ", ".join(dict.fromkeys(gpu.name for gpu in visible))
     problem = (
         f"{options.place_of('operatingMode')} is {MIG}, and knownMigGeometries of the ConfigMap "
         f"volcano-vgpu-device-config has no entry for {models}; add one, or choose {HAMI_CORE}"

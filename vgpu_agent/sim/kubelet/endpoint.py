@@ -50,7 +50,7 @@ class Endpoint:
     """The kubelet's client of a device plugin, in use from `connect` until its stream ends.
 
     Attributes:
-        timings: of every call that was answered, oldest first.
+        timings: of every call that succeeded, oldest first.
         stopped_at: when its stream ended (`time.monotonic`), set by `kubelet`; None before.
     """
 

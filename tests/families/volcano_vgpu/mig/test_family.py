@@ -377,6 +377,15 @@ def test_only_cards_that_somebody_knows_how_to_divide_are_offered() -> None:
         mig_family().resources(Inventory(version=1, gpus=(a10,)))
 
 
+def test_a_card_that_is_hidden_needs_no_geometries() -> None:
+    """Neither is it offered, nor does the message about missing geometries name it."""
+    known, a10 = a_gpu(U0, *GROUP2), msgspec.structs.replace(a_gpu(U1, index=1), name="NVIDIA A10")
+    both = Inventory(version=1, gpus=(known, a10))
+    assert mig_family(hidden_uuids=frozenset({U0, U1})).resources(both) == ()
+    with pytest.raises(ConfigError, match=r"has no entry for NVIDIA A10;"):
+        mig_family(hidden_uuids=frozenset({U0})).resources(both)
+
+
 def test_a_card_that_is_left_out_is_told_with_its_model() -> None:
     """Volcano would only see fewer cards. Those that the node configuration hides are left out on
     purpose, and none at all is an error.
