@@ -82,3 +82,14 @@ def test_a_name_that_nothing_stands_behind_is_refused() -> None:
         HostFileError, match=r"no CDI spec of this node has the device vendor\.com/gpu=z"
     ):
         resolve_edits(["vendor.com/gpu=z"], [GPUS])
+
+
+def test_two_specs_of_one_kind_have_common_edits_of_their_own() -> None:
+    """Runtimes count specs and not kinds: another program may describe MIG instances in a second
+    file under the kind of the first.
+    """
+    other = _spec(
+        "vendor.com/gpu", {"env": ["SECOND=1"]}, m={"deviceNodes": [{"path": "/dev/nvidia-cap1"}]}
+    )
+    _, edits = resolve_edits(["vendor.com/gpu=a", "vendor.com/gpu=m"], [GPUS, other])
+    assert edits["env"] == ["NVIDIA_VISIBLE_DEVICES=void", "SECOND=1"]

@@ -27,7 +27,8 @@ T = TypeVar("T")
 def resolve_edits(names: Iterable[str], specs: Sequence[Spec]) -> InlinedEdits:
     """Collect the edits that a container runtime would apply for these CDI names.
 
-    The edits common to a spec come before those of its devices.
+    The edits common to a spec come before those of its devices, once for each spec: two files may
+    have the same kind.
 
     Args:
         names: qualified device names, e.g. ``vendor.com/gpu=0``.
@@ -44,7 +45,7 @@ def resolve_edits(names: Iterable[str], specs: Sequence[Spec]) -> InlinedEdits:
         for name, device in zip(spec.names, spec.devices, strict=True)
     }
     parts: list[ContainerEdits] = []
-    kinds: set[str] = set()
+    used: set[int] = set()  # the specs' identities
     for name in dict.fromkeys(names):
         if name not in defined:
             raise HostFileError(
@@ -52,8 +53,8 @@ def resolve_edits(names: Iterable[str], specs: Sequence[Spec]) -> InlinedEdits:
                 "why; the kubelet will retry"
             )
         spec, device = defined[name]
-        if spec.kind not in kinds:
-            kinds.add(spec.kind)
+        if id(spec) not in used:
+            used.add(id(spec))
             parts.append(spec.container_edits)
         parts.append(device.container_edits)
     edits = ContainerEdits(
