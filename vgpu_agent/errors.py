@@ -1,8 +1,8 @@
 """The exceptions of this package, and functions that shorten values for messages.
 
 A package that wraps a library (such as `gpu`, `kubelet`, `cluster`, `web`) converts the library's
-exceptions to these and chains them. No other package catches a library's exception. A message names
-the thing, the value and the remedy, because it is shown in a pod's status or in a log line.
+exceptions to these and chains them, so its callers catch only these. A message names the thing, the
+value and the remedy, because it is shown in a pod's status or in a log line.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class DriverMissingError(AgentError):
 
 
 class NvmlHungError(AgentError):
-    """An NVML call did not return in time. The thread that owns NVML is still inside the call."""
+    """An NVML call did not return in time, and the thread that owns NVML is still inside the call;
+    or that thread does not run.
+    """
 
 
 class LedgerError(AgentError):
@@ -135,7 +137,9 @@ class UnknownDeviceError(LedgerError):
 
 
 class UnhealthyDeviceError(LedgerError):
-    """The device of a device id is unhealthy or missing, so no container may get it."""
+    """No container may get anything of a device now: it is unhealthy, missing, or not fully known,
+    or it serves or is kept for others.
+    """
 
 
 class CapacityError(LedgerError):
@@ -149,8 +153,8 @@ class OvercommitError(CapacityError):
 
 
 class RequestRefusedError(AgentError):
-    """A container's request can never be met. The kubelet fails the pod (kubelet §8), and shows the
-    message in the pod's status.
+    """A request can never be met. Where it is an Allocate, the kubelet fails the pod (kubelet §8),
+    and shows the message in the pod's status.
     """
 
 
@@ -187,7 +191,9 @@ class SimulationError(AgentError):
 
 
 class HostFileError(AgentError):
-    """A file that a container needs before its start could not be written or removed."""
+    """A file that a container needs before its start is missing or wrong, or could not be read,
+    written or removed.
+    """
 
 
 class MpsError(AgentError):
@@ -221,6 +227,6 @@ class ClusterError(AgentError):
 
 
 class CdiError(AgentError):
-    """There is no usable CDI spec of the node's devices: it cannot be generated, fails the checks,
-    or cannot be written.
+    """A CDI spec of the node's devices cannot be generated, decoded, written or removed, or fails
+    the checks.
     """

@@ -1,8 +1,8 @@
-"""Guess the container that a call of the kubelet is for.
+"""Guess the container that a call of Allocate is for.
 
 The pods are narrowed down to those whose next container asks for as many ids, and the one that was
-bound first is taken. It stays a guess until the start (PreStartContainer), when the kubelet's
-records prove which pod it is.
+bound first is the likeliest. It stays a guess until the start (PreStartContainer), when the
+kubelet's records prove which pod it is.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def candidates(
 
 def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
     """Tell whether the kubelet runs no such pod:
-    a fake mirror pod, or one that asks for more of our resources than exist.
+    a fake mirror pod, or one that asks for more of our resources than exist, or for an amount that
+    cannot be read.
     """
     if pod.mirror and not pod.static_uid:
         return True

@@ -164,16 +164,16 @@ def is_expected(pod: Pod) -> bool:
 
 
 def _needs(
-    pod: Pod, offers: Mapping[str, Resource], offers_of: Mapping[str, str]
+    pod: Pod, offers: Mapping[str, Resource], family_of: Mapping[str, str]
 ) -> dict[str, int]:
     """Resource → number of ids: those of init containers go to the containers after them;
-    ``offers_of`` is the family of each resource.
+    ``family_of`` has the family of each resource.
     """
     needs = dict[str, int]()
     if any(
         len(asked) > 1
         for asked in (
-            {offers_of[name] for name in each.limits if name in offers_of}
+            {family_of[name] for name in each.limits if name in family_of}
             for each in pod.containers
         )
     ):

@@ -309,7 +309,7 @@ class CdiController:
         return tuple(mode for mode in DEVICE_MODES if mode in wanted)
 
     def _want(self) -> None:
-        """Request the specs to be made, once they are known and needed."""
+        """Have the specs made or read, once they are needed and the node's devices are known."""
         if (
             not self._needed()
             or self._roots is None

@@ -1,10 +1,11 @@
 """The specs that this agent has made for its node: a file for the GPUs, and one each for IMEX
 channels, GDRCopy, GDS and Mellanox devices.
 
-They are made only when the GPUs that containers can get have changed, because that takes a run of
-NVIDIA's tool, about a second. A removed file is written again from memory. After any failure the
-agent tries again with growing pauses, and the earlier specs stay in use meanwhile. `agent` sets the
-desired specs, runs the loop, and keeps resources whose names are missing from being offered.
+They are made only when the GPUs that containers can get, or the settings, have changed, because
+that takes a run of NVIDIA's tool, about a second. A file that was removed or changed is written
+again from memory. After any failure the agent tries again with growing pauses, and the earlier
+specs stay in use meanwhile. `controller` sets the desired specs, has the loop run, and keeps
+resources whose names are missing from being offered.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Wanted(msgspec.Struct, frozen=True):
     """The desired content of the generated specs.
 
     Attributes:
-        devices: all that the GPUs' spec depends on: the spec is made again when it differs.
+        devices: all facts about the GPUs and the driver on which the GPUs' spec depends: the spec
+            is made again when they differ.
         driver_version: of the driver that runs now; empty when unknown.
         id_strategy: ``uuid`` or ``index``: how GPUs and MIG instances are named.
         modes: of `config.types.DEVICE_MODES`.
@@ -116,7 +118,7 @@ class GeneratedSpecs:
         Args:
             directory: where runtimes look for specs.
             journal: each spec that is made and each new trouble are recorded there.
-            look_seconds: the interval between two checks of the files' existence.
+            look_seconds: the interval between two checks of the files.
             retry_min_seconds: first pause after trouble; it doubles each time.
             retry_max_seconds: longest pause.
             clock: unix seconds.

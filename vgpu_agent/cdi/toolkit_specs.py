@@ -83,7 +83,7 @@ class ToolkitSpecs:
 
     @property
     def error(self) -> str:
-        """The reason why the GPUs have no usable names; empty when they have some."""
+        """The reason why the GPUs, or some of them, have no usable names; empty when all have."""
         for name, paths in sorted(self._ambiguous.items()):
             if name.startswith(f"{GPU_KIND}="):
                 return (

@@ -268,7 +268,8 @@ class PodPublisher:
             # The watch leaves out pods that have ended, so it will never show this write, which
             # would be repeated for ever.
             writing.gone = writing.gone or pod.ended
-            # All differences went into one request, so now the pod has all that it should have.
+            # All differences that were due went into one request, so now the pod has all that it
+            # should have, unless another client keeps changing it back.
             self._journal.record(
                 "pods.written", **self._about(pod), **_keys(changes), seconds=round(waited, 3)
             )

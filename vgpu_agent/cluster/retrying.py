@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # Pauses after a failed request or watch.
 BACKOFF_MIN_SECONDS = 0.8
 BACKOFF_MAX_SECONDS = 30.0
-# HTTP statuses that the same request would get again: malformed, forbidden, too large, invalid.
+# HTTP statuses that the same request would get again: malformed, forbidden, not allowed, too large,
+# invalid.
 _PERMANENT = (400, 403, 405, 413, 422)
 # A permanent failure is tried again after this many of the longest pauses, because permissions can
 # be granted while the agent runs.

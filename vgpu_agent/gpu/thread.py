@@ -68,14 +68,15 @@ class _Job(Generic[T]):
 
 # A call that takes longer is reported as hung.
 CALL_TIMEOUT_SECONDS = 5.0
-# The longest single wait for events. All calls share one thread, so others wait this long at worst.
+# Another bound of a single wait for events; `_LONGEST_TICK_SECONDS` is below it. The agent's stop
+# waits twice as long for the thread.
 EVENT_WAIT_SECONDS = 0.5
 
 
 class NvmlThread:
     """The owner of NVML.
 
-    State: the queue of jobs, which is empty or gone when no caller waits. While a call hangs,
+    State: the queue of jobs, for some of which no caller may wait any more. While a call hangs,
     `hang` names it. Everything but `pass_on`, `_main` and their callees belongs to the event loop.
     """
 
@@ -108,8 +109,8 @@ class NvmlThread:
             function: may use NVML; nothing on the event loop.
 
         Raises:
-            NvmlHungError: a driver call hangs, now or before this job had its turn; the job may
-                still run later, or never.
+            NvmlHungError: a driver call hangs, now or before this job had its turn, or the thread
+                does not run; the job may still run later, or never.
         """
         if self._loop is None or self._ended.is_set():
             raise NvmlHungError(f"{name}: the NVML thread is not running")

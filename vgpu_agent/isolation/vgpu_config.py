@@ -162,7 +162,9 @@ def read_config(size: int, read: Callable[[int, int], bytes]) -> ReadConfig | Un
 
 
 def is_looser(now: Mapping[int, SlotLimit], before: Mapping[int, SlotLimit]) -> bool:
-    """Tell whether the limits ``now`` allow a container anything more than those ``before``."""
+    """Tell whether the limits ``now`` allow a container anything more than those ``before``;
+    limits of other cards, more or fewer, count as looser.
+    """
     return now.keys() != before.keys() or any(
         one.uuid != was.uuid
         or one.total_bytes > was.total_bytes

@@ -1,7 +1,7 @@
 """The kubelet's pod-resources API: live containers and their resources, by name,
 and the ids that it would give to a pod.
 
-Called by `records` and by the agent's verification. List gives the freshest state, because the
+Called by `records` and by `agent.records`. List gives the freshest state, because the
 kubelet forgets ended pods before it answers. But it has no UIDs and no plain init containers, and
 its rate is limited (kubelet §13). Never called inside Allocate: the pod in question is recorded
 only after our answer.
@@ -203,7 +203,7 @@ class PodResources:
             _identity, self._socket_path
         ):
             raise GetNotPossibleError(
-                f"pod-resources: the kubelet behind {self._socket_path} has no Get"
+                f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True
             )
         self._without_get = None
         if self._clock() < self._refused_until or not self._gets.take_all(len(pods)):

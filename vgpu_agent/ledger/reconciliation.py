@@ -190,7 +190,7 @@ class Reconciliation:
             # next container takes its shares, and the pod's status may be older than its start.
             shares, decided_for = (), None
         elif not same_container and interpreted.by_pod:
-            # the decision was for another pod
+            # the decision, if there is one, was for another pod
             shares, decided_for, may_overcommit = (
                 interpreted.shares,
                 interpreted.decided_for,

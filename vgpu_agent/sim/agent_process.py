@@ -128,7 +128,7 @@ class AgentProcess:
         """Start the process and wait until it serves HTTP.
 
         Raises:
-            SimulationError: it ended instead; the message holds its last lines.
+            SimulationError: it ended instead, or not in time; the message holds its last lines.
         """
         await self.spawn()
         line = await self.until_logged("web.listening", timeout_seconds=timeout_seconds)

@@ -35,13 +35,13 @@ class MpsTools:
 
     @classmethod
     def install(cls, directory: Path, node: Path) -> MpsTools:
-        """Write the programs into ``directory``, which is made if need be; ``nvidia-smi`` shows and
-        changes the simulated ``node``.
+        """Write the programs into ``directory``, which is made if need be; ``nvidia-smi`` sets the
+        compute mode of GPUs of the simulated ``node``.
         """
         directory.mkdir(parents=True, exist_ok=True)
         tools = cls(directory)
-        # -I -S: nothing of the caller's environment, and quick, because it is started for each
-        # command.
+        # -I -S: without the caller's variables and packages for Python, and quick, because it is
+        # started for each command.
         _program(
             tools.control,
             [sys.executable, "-I", "-S", str(_PACKAGE / "mps_control.py"), str(directory)],
@@ -74,7 +74,7 @@ class MpsTools:
 
     def misbehave(self, **faults: str) -> None:
         """Set the faults from now on: command (``start`` for ``-d``, ``nvidia_smi``) = ``hang``,
-        ``crash``, ``refuse``, ``nonsense`` or ``forget``.
+        ``crash``, ``refuse``, ``nonsense`` or ``forget``, or one that `mps_control` adds.
         """
         text = json.dumps(
             {name.replace("nvidia_smi", "nvidia-smi"): kind for name, kind in faults.items()}

@@ -82,8 +82,8 @@ class StandInCtk:
         edits: Any = None,
         version: str = "",
     ) -> None:
-        """Be slow, print this instead of a spec, fail with this error, leave out these devices, add
-        to the edits, or be of this version.
+        """Be slow, print this instead of a spec, fail with this error, leave out these devices,
+        replace these keys of the edits, or be of this version.
         """
         faults = {
             "hang": hang_seconds,
@@ -252,12 +252,12 @@ def _hook(program: str, name: str, driver_version: str) -> dict[str, Any]:
         "chmod": ["--mode", "755", "--path", "/dev/nvidia-caps"],
     }
     command = [base, "hook"] if base == "nvidia-ctk" else [base]
-    edits = {
+    hook = {
         "hookName": "createContainer",
         "path": program,
         "args": [*command, name, *arguments.get(name, [])],
     }
-    return {**edits, "env": ["NVIDIA_CTK_DEBUG=false"]}
+    return {**hook, "env": ["NVIDIA_CTK_DEBUG=false"]}
 
 
 def _node(path: Path, dev: Path) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class MigDivider:
         """Run the tool and wait until the driver shows the result.
 
         Raises:
-            MigError: the tool failed, or the driver shows another division afterwards.
+            MigError: the tool failed, or it and the driver show another division, before or after.
         """
         inventory = self._watch.inventory.value
         _require_same_view(inventory, await self._parted.export(len(inventory.gpus)))

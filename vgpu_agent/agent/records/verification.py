@@ -56,8 +56,8 @@ _LONGEST_BURST_SECONDS = 10.0
 _BETWEEN_ENDS_SECONDS = 0.25
 _REST_AFTER_LOOK = 9
 # The factor by which the pause grows while the kubelet still has the same ended pods. So the
-# reading that finds them gone comes late by at most a quarter of the time that the kubelet took, or
-# by the pause above where that is longer.
+# reading that finds them gone comes late by at most a quarter of the time that the kubelet took,
+# plus the pause above.
 _END_PAUSE_GROWTH = 1.25
 # How long a kubelet that has started may take until it has admitted, and lists, all its pods.
 _LISTS_ALL_SECONDS = 10.0

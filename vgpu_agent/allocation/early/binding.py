@@ -76,7 +76,7 @@ class EarlyBinding:
 
     Attributes:
         wrong_guesses: the number of starts that were refused permanently.
-        exchanges: the number of containers that keep each other's answers.
+        exchanges: how often two containers have kept each other's answers.
     """
 
     def __init__(self, context: Context, *, claims: Claims, ended: EndedPods) -> None:
@@ -456,8 +456,8 @@ class EarlyBinding:
         )
         raise WrongPodError(
             f"the kubelet's answer for this container was made for {whose}, because Allocate "
-            "does not name the pod and this node's runtime takes no later answer (binding.mode "
-            "early); delete the pod, so that a new one is created"
+            "does not name the pod and that answer cannot be changed later (binding.mode early); "
+            "delete the pod, so that a new one is created"
         )
 
     def _provision(self, start: Start, container: str, shares: tuple[Share, ...]) -> Provision:

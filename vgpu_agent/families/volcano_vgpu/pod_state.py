@@ -2,9 +2,9 @@
 which Volcano's schedulers read back (volcano-vgpu §3.3).
 
 They are expressed as desired state, from the pod and the grants alone: the result is the same after
-any restart, empty once it is written, and does not touch a pod without a started container. A pod
-that the agent itself has placed gets the scheduler's keys too, so that schedulers count its GPUs as
-taken. Called by `family` for the pod publisher.
+any restart, empty once it is written, and does not touch a pod without a started container, unless
+it has failed. A pod that the agent itself has placed gets the scheduler's keys too, so that
+schedulers count its GPUs as taken. Called by `family` for the pod publisher.
 """
 
 from __future__ import annotations

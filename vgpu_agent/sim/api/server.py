@@ -51,7 +51,8 @@ class ApiServer:
         ssl_context: with it, HTTPS is used.
 
     Attributes:
-        requests: every request since the start, or since a test cleared the list.
+        requests: every request that could be parsed, since the start or since a test cleared the
+            list.
         faults: the faults to come; see `sim.api.faults`.
         tokens: the bearer tokens that are accepted; empty accepts every client.
         before_write: called with each write before anything is changed, and awaited when it can be;
@@ -223,8 +224,8 @@ class ApiServer:
     async def _refuse(
         self, web_request: web.Request, request: Request, fault: Fault
     ) -> web.StreamResponse | None:
-        """Return a fault's answer instead of the real one; None for a fault that only spoils the
-        real answer.
+        """Return a fault's answer instead of the real one; None where the request is carried out
+        all the same, and at most its answer is spoilt or lost.
         """
         match fault.kind:
             case FaultKind.STATUS:

@@ -68,7 +68,7 @@ class PodResources:
 
     async def _get(self, request: messages.GetPodResourcesRequest, context: Any) -> bytes:
         """Answer Get. Unlike List, it removes no records and finds pods that have ended.
-        Its errors have the status code UNKNOWN.
+        Its own errors (switched off, no such pod) have the status code UNKNOWN.
         """
         await self._note("Get", "", pod=f"{request.pod_namespace}/{request.pod_name}")
         if self._faults.no_get:
