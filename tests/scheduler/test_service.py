@@ -169,3 +169,13 @@ async def test_a_port_in_use_is_named(extender: Extender) -> None:
     with pytest.raises(ListenError, match=f"127.0.0.1:{port}: .*--server-bind-port"):
         async with serving(extender.server.url, port):
             pass
+
+
+async def test_a_dry_run_names_all_nodes_and_keeps_none(extender: Extender) -> None:
+    """For the Cluster Autoscaler (vgpu-manager §5.1)."""
+    a_pod(extender.server, "a")
+    pod = extender.server.objects.get("pods", "a", "default")
+    body = json.dumps({"Pod": pod, "NodeNames": ["n0", "n1"]}).encode()
+    for _ in range(2):
+        status, answer = await extender.post("filter-dryrun", body)
+        assert (status, json.loads(answer)["NodeNames"]) == (200, ["n0", "n1"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vgpu_agent.nodes import Node
     from vgpu_agent.placement.nodes.book import Holding
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
     from vgpu_agent.placement.nodes.demand import PodDemand
@@ -62,3 +63,10 @@ class SchedulingFamily(Protocol):
             now_ns: the time, in unix nanoseconds.
         """
         ...
+
+
+def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
+    """Read the cards of a Node by its annotations and what it has of the family's slots."""
+    text = node.allocatable.get(family.slots, "0")
+    slots = int(text) if text.isascii() and text.isdecimal() else 0
+    return family.read_cards(node.annotations, slots)

@@ -18,6 +18,7 @@ import msgspec
 
 from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.errors import AgentError, ClusterError, RequestRefusedError
+from vgpu_agent.families.scheduling import cards_of
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.placement.nodes.book import Choice
 from vgpu_agent.placement.nodes.reasons import Reason
@@ -109,9 +110,7 @@ class Extender:
 
     def see_node(self, node: Node) -> None:
         """Take over a Node that is new or has changed."""
-        text = node.allocatable.get(self._family.slots, "0")
-        slots = int(text) if text.isascii() and text.isdecimal() else 0
-        self._book.put_node(node.name, self._family.read_cards(node.annotations, slots))
+        self._book.put_node(node.name, cards_of(self._family, node))
 
     def forget_node(self, name: str) -> None:
         """Forget a Node that was deleted."""

@@ -31,6 +31,7 @@ from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import ClusterError, ListenError
 from vgpu_agent.journal import Journal
 from vgpu_agent.placement.nodes.book import Book
+from vgpu_agent.scheduler.dry_run import FilterDryRun
 from vgpu_agent.scheduler.extender import Extender
 from vgpu_agent.scheduler.leadership import Leadership, holder_of
 from vgpu_agent.scheduler.messages import BindingResult, FilterResult
@@ -171,8 +172,9 @@ class Service:
                 journal=self._journal,
                 changed=self._label,
             )
+        book = Book()
         self._extender = Extender(
-            book=Book(),
+            book=book,
             family=family,
             read_pod=decode.pod,
             api=self._client,
@@ -182,6 +184,9 @@ class Service:
             events=PodEvents(self._events),
         )
         extender = self._extender
+        self._dry_run = FilterDryRun(
+            book=book, family=family, read_pod=decode.pod, read_node=decode.node
+        )
         self._nodes = Reflector(
             self._client,
             Scope("all Nodes", "/api/v1/nodes", ""),
@@ -349,6 +354,7 @@ class Service:
     def _application(self) -> web.Application:
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_post("/scheduler/filter", self._filter)
+        application.router.add_post("/scheduler/filter-dryrun", self._filter_dry_run)
         application.router.add_post("/scheduler/bind", self._bind)
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/readyz", self._readyz)
@@ -363,6 +369,12 @@ class Service:
         if not self.is_ready:
             return _json(msgspec.json.encode(FilterResult(error=_NOT_READY)))
         return _json(self._extender.filter(body))
+
+    async def _filter_dry_run(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if not self.is_ready:
+            return _json(msgspec.json.encode(FilterResult(error=_NOT_READY)))
+        return _json(self._dry_run.answer(body))
 
     async def _bind(self, request: web.Request) -> web.Response:
         body = await request.read()

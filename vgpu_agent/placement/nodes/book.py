@@ -82,6 +82,7 @@ class _Verdict(msgspec.Struct, frozen=True):
 
     reason: Reason | None
     rank: tuple[int, float] = (0, 0.0)
+    cards: Mapping[Reason, int] = {}  # see `Refusal`
 
 
 class _Node:
@@ -200,6 +201,18 @@ class Book:
         node = self._nodes.get(name)
         return () if node is None or node.state is None else node.state.taken
 
+    def knows(self, name: str) -> bool:
+        """Tell whether a Node is described."""
+        node = self._nodes.get(name)
+        return node is not None and (
+            node.states is not None or node.unfit is not Reason.NodeCacheMiss
+        )
+
+    def holding(self, uid: str) -> Holding | None:
+        """Return what a pod holds, None if that is nothing."""
+        name = self._node_of.get(uid)
+        return None if name is None else self._nodes[name].holdings[uid]
+
     def numbers(self, name: str) -> Mapping[str, int]:
         """Return UUID → number of the cards of a Node; empty where it is not described."""
         node = self._nodes.get(name)
@@ -237,10 +250,33 @@ class Book:
                 best, best_rank = name, verdict.rank
         if best:
             node = self._nodes[best]
-            placed = _place(demand, node)
+            placed = _place(demand, node.state, node.uuids) if node.state else None
             if isinstance(placed, Placement):
                 return Choice(best, _holding(best, node, demand, placed), reasons)
         return Choice("", None, reasons)
+
+    def refusals(
+        self, demand: Demand, names: Iterable[str], *, without: str = ""
+    ) -> Mapping[str, Refusal | None]:
+        """Return why a pod does not fit on each of the named Nodes, None where it fits.
+
+        What the pod with the UID ``without`` holds counts for nothing.
+        """
+        verdict_of = self._verdict_of(demand)
+        own = self._node_of.get(without, "")
+        found: dict[str, Refusal | None] = {}
+        for name in names:
+            node = self._nodes.get(name)
+            verdict = (
+                _UNKNOWN
+                if node is None
+                else verdict_of(node)
+                if name != own
+                else _verdict(demand, node, _without(node, without))
+            )
+            reason = verdict.reason
+            found[name] = None if reason is None else Refusal(reason, verdict.cards)
+        return found
 
     def _verdict_of(self, demand: Demand) -> Callable[[_Node], _Verdict]:
         if demand.names_cards:
@@ -265,18 +301,32 @@ class Book:
 _UNKNOWN = _Verdict(Reason.NodeCacheMiss)
 
 
-def _verdict(demand: Demand, node: _Node) -> _Verdict:
-    found, state = _place(demand, node), node.state
-    if isinstance(found, Refusal) or state is None:
-        return _Verdict(found.reason if isinstance(found, Refusal) else node.unfit)
+def refusal_on(demand: Demand, described: NodeCards | Unfit) -> Refusal | None:
+    """Return why a pod does not fit on a Node without pods, None where it fits."""
+    book = Book()
+    book.put_node("", described)
+    return book.refusals(demand, [""])[""]
+
+
+def _verdict(demand: Demand, node: _Node, state: State | None = None) -> _Verdict:
+    """Compare the demand with the Node, or with another state of it."""
+    state = state or node.state
+    if state is None:
+        return _Verdict(node.unfit)
+    found = _place(demand, state, node.uuids)
+    if isinstance(found, Refusal):
+        return _Verdict(found.reason, cards=found.cards)
     return _Verdict(None, rank(demand, state.hardware, state.taken, found.footprint))
 
 
-def _place(demand: Demand, node: _Node) -> Placement | Refusal:
-    if (state := node.state) is None:
-        return Refusal(node.unfit)
-    unwanted = _unwanted(demand, state.hardware, node.uuids)
-    return allocate(demand, state.hardware, state.taken, unwanted)
+def _place(demand: Demand, state: State, uuids: Sequence[str]) -> Placement | Refusal:
+    return allocate(demand, state.hardware, state.taken, _unwanted(demand, state.hardware, uuids))
+
+
+def _without(node: _Node, uid: str) -> State | None:
+    """Return the state that the Node would have without a pod; None where it has no cards."""
+    others = (holding for key, holding in node.holdings.items() if key != uid)
+    return node.states.state(_sum(node.uuids, others)) if node.states else None
 
 
 def _holding(name: str, node: _Node, demand: Demand, placed: Placement) -> Holding:
