@@ -158,6 +158,56 @@ class DesiredPod(msgspec.Struct, frozen=True):
         )
 
 
+class Trait(enum.StrEnum):
+    """A property by which a pod concerns a filter of kube-scheduler that no amount expresses."""
+
+    HOST_PORTS = "host ports"
+    ANTI_AFFINITY = "anti-affinity"  # to other pods
+    SPREAD = "topology spread"
+    VOLUMES = "volumes"  # that may be in use on one Node only, or of which a Node takes so many
+    CLAIMS = "resource claims"
+
+
+class SchedulingFacts(msgspec.Struct, frozen=True):
+    """What only a scheduler has to know of a pod.
+
+    Attributes:
+        namespace: of the pod.
+        name: of the pod.
+        priority: ``spec.priority``; None where it is not set.
+        may_preempt: its ``preemptionPolicy`` lets it displace others.
+        started_at: unix seconds at which the kubelet has accepted it; 0 before.
+        deleting: it has a deletion timestamp.
+        labels: all of them, sorted.
+        gang: ``namespace/name`` of the group that is to be scheduled together; empty where it is in
+            none.
+        owner: ``namespace/UID`` of the controller that has made it; empty without one.
+        protected: why it must not be displaced (critical, static, of a DaemonSet); empty where it
+            may be.
+        requests: resource → thousandths of its unit, of the whole pod, sorted; None where they
+            cannot be read.
+        traits: its properties for filters other than that of resources.
+    """
+
+    namespace: str
+    name: str
+    priority: int | None = None
+    may_preempt: bool = True
+    started_at: float = 0.0
+    deleting: bool = False
+    labels: tuple[tuple[str, str], ...] = ()
+    gang: str = ""
+    owner: str = ""
+    protected: str = ""
+    requests: tuple[tuple[str, int], ...] | None = ()
+    traits: frozenset[Trait] = frozenset()
+
+    @property
+    def group(self) -> str:
+        """The pods that it belongs together with: its gang, or those of its controller."""
+        return self.gang or self.owner
+
+
 _POD_BYTES = 2048  # a pod without annotations and containers
 _CONTAINER_BYTES = 520
 _RESOURCE_BYTES = 500
@@ -186,6 +236,7 @@ class Pod(msgspec.Struct, frozen=True):
         labels: those that families read or write.
         in_new_sandbox: the kubelet was about to make a sandbox for it, so none of its containers
             ran, when it last wrote the pod's status.
+        scheduling: what a scheduler has to know of it; None where it was not decoded for one.
     """
 
     uid: str
@@ -205,6 +256,7 @@ class Pod(msgspec.Struct, frozen=True):
     static_uid: str = ""
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
     in_new_sandbox: bool = False
+    scheduling: SchedulingFacts | None = None
 
     @property
     def full_name(self) -> str:

@@ -294,7 +294,7 @@ def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
         labels=_kept(keys.labels, metadata.labels),
         containers=_containers(spec, statuses, keys.resource_prefixes),
         deleting=bool(metadata.deletion_timestamp),
-        created_at=_unix_seconds(metadata.creation_timestamp),
+        created_at=unix_seconds(metadata.creation_timestamp),
         scheduler=(spec.scheduler_name or "")[:_LONGEST_NAME],
         resource_version=metadata.resource_version[:_LONGEST_VERSION],
         reported=reported,
@@ -544,11 +544,11 @@ def _container(
         unreadable,
         environment,
         started=bool(status.restart_count > 0 or runs),
-        started_at=max((_unix_seconds(run.started_at) for run in runs), default=0.0),
+        started_at=max((unix_seconds(run.started_at) for run in runs), default=0.0),
         running=state.running is not None,
         values=_values(one),
         completed=state.terminated is not None and state.terminated.exit_code == 0,
-        ended_at=max((_unix_seconds(end.finished_at) for end in ends), default=0.0),
+        ended_at=max((unix_seconds(end.finished_at) for end in ends), default=0.0),
         container_id=container_id if is_container_id(container_id) else "",
     )
 
@@ -591,7 +591,8 @@ def _amount(value: str | float) -> str:
         return "a number of thousands of digits"
 
 
-def _unix_seconds(timestamp: str | None) -> float:
+def unix_seconds(timestamp: str | None) -> float:
+    """Read a time of RFC 3339; 0 where it is missing or nonsense."""
     try:
         return dt.datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
     except (ValueError, OverflowError, OSError):

@@ -1,5 +1,5 @@
-"""Quantities of extended resources: the forms of ``resource.Quantity``,
-read as the whole number that a device plugin needs.
+"""Quantities of resources: the forms of ``resource.Quantity``, read as the whole number that a
+device plugin needs, or in the thousandths in which a scheduler adds them up.
 
 Used by `decode`. The API server has already refused fractions and negative numbers for resources
 that the kubelet knows as extended, but it keeps each user's spelling of the number (``"10k"``), and
@@ -8,6 +8,7 @@ a stand-in, a webhook or a mirror pod may show anything.
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -27,11 +28,25 @@ def whole_number(text: str) -> int | None:
     if len(text) <= _LONGEST and text.isascii() and text.isdigit():
         number = int(text)  # nearly all of them are plain, and each change of a pod has a dozen
         return number if number <= _LARGEST else None
+    value = _value(text)
+    if value is None or value.denominator != 1 or not 0 <= value <= _LARGEST:
+        return None
+    return int(value)
+
+
+def thousandths(text: str) -> int | None:
+    """The quantity in thousandths, rounded up as schedulers do; None when it is no quantity from 0
+    to 2⁶³-1.
+    """
+    value = _value(text)
+    return math.ceil(value * 1000) if value is not None and 0 <= value <= _LARGEST else None
+
+
+def _value(text: str) -> Fraction | None:
     found = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
     if found is None:
         return None
     scale = Fraction(_BINARY.get(found["suffix"] or "", 1)) * Fraction(10) ** _DECIMAL.get(
         found["suffix"] or "", int(found["exponent"] or 0)
     )
-    value = Fraction(found["number"].lstrip("+")) * scale
-    return int(value) if value.denominator == 1 and 0 <= value <= _LARGEST else None
+    return Fraction(found["number"].lstrip("+")) * scale

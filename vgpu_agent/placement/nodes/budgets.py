@@ -1,0 +1,124 @@
+"""How many pods a PodDisruptionBudget lets go, and which of several victims are too many.
+
+The disruption controller keeps the number in the budget's status; kube-scheduler counts victims
+against it in the same way. An empty selector selects all pods of the namespace, also those without
+labels (policy/v1); kube-scheduler before 1.36 takes it for one that selects none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vgpu_agent.pods import SchedulingFacts
+
+
+class Requirement(msgspec.Struct, frozen=True):
+    """One of a selector's ``matchExpressions``."""
+
+    key: str
+    operator: str
+    values: frozenset[str] = frozenset()
+
+    def is_met(self, labels: Mapping[str, str]) -> bool:
+        """Tell whether labels meet it; an unknown operator is met by none."""
+        value = labels.get(self.key)
+        match self.operator:
+            case "In":
+                return value in self.values
+            case "NotIn":
+                return value not in self.values
+            case "Exists":
+                return value is not None
+            case "DoesNotExist":
+                return value is None
+        return False
+
+
+class Selector(msgspec.Struct, frozen=True):
+    """A selection of pods by their labels."""
+
+    labels: tuple[tuple[str, str], ...] = ()
+    requirements: tuple[Requirement, ...] = ()
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """Tell whether it selects a pod with these labels."""
+        return all(labels.get(key) == value for key, value in self.labels) and all(
+            each.is_met(labels) for each in self.requirements
+        )
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """A PodDisruptionBudget.
+
+    Attributes:
+        namespace: the one whose pods it is about.
+        name: of the object.
+        selector: of the pods; None selects none.
+        allowed: how many of its pods may be displaced now.
+        disrupted: names of pods whose eviction is counted in ``allowed`` already.
+    """
+
+    namespace: str
+    name: str
+    selector: Selector | None
+    allowed: int
+    disrupted: frozenset[str] = frozenset()
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``."""
+        return f"{self.namespace}/{self.name}"
+
+
+class Budgets:
+    """All budgets of a cluster.
+
+    State: in memory, from the watch; and which of them concern which labels.
+    """
+
+    def __init__(self) -> None:
+        self._by_namespace: dict[str, dict[str, Budget]] = {}
+        self._concerning: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[Budget, ...]] = {}
+
+    def put(self, budget: Budget) -> None:
+        """Take over a budget that is new or has changed."""
+        self._by_namespace.setdefault(budget.namespace, {})[budget.key] = budget
+        self._concerning.clear()
+
+    def forget(self, key: str) -> None:
+        """Forget a budget that was deleted."""
+        self._by_namespace.get(key.partition("/")[0], {}).pop(key, None)
+        self._concerning.clear()
+
+    def violating(self, pods: Iterable[SchedulingFacts]) -> set[int]:
+        """Return the places of those pods whose loss, with that of all before them, is more than a
+        budget allows.
+        """
+        left: dict[str, int] = {}
+        found = set()
+        for place, pod in enumerate(pods):
+            for budget in self._of(pod):
+                now = left[budget.key] = left.get(budget.key, budget.allowed) - 1
+                if now < 0:
+                    found.add(place)
+        return found
+
+    def _of(self, pod: SchedulingFacts) -> Iterable[Budget]:
+        """Yield the budgets that the loss of a pod counts against."""
+        if pod.namespace not in self._by_namespace:
+            return ()
+        key = (pod.namespace, pod.labels)
+        found = self._concerning.get(key)
+        if found is None:
+            labels = dict(pod.labels)
+            found = self._concerning[key] = tuple(
+                budget
+                for budget in self._by_namespace[pod.namespace].values()
+                if budget.selector is not None and budget.selector.matches(labels)
+            )
+        return (budget for budget in found if pod.name not in budget.disrupted)
