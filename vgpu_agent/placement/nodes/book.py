@@ -77,6 +77,24 @@ class State:
         self.hardware, self.taken = hardware, taken
 
 
+class NodeView(msgspec.Struct, frozen=True):
+    """What the book has on one Node with cards, at one moment.
+
+    Attributes:
+        hardware: its cards.
+        taken: by card, what pods take of it.
+        uuids: of the cards, by number.
+        holdings: UID of a pod → what it holds.
+        footprints: UID of a pod → card → what it takes of it.
+    """
+
+    hardware: Hardware
+    taken: tuple[Amounts, ...]
+    uuids: tuple[str, ...]
+    holdings: Mapping[str, Holding]
+    footprints: Mapping[str, Mapping[int, Amounts]]
+
+
 class _Verdict(msgspec.Struct, frozen=True):
     """What a demand is told by a state: why it does not fit, or how good it is."""
 
@@ -88,16 +106,17 @@ class _Verdict(msgspec.Struct, frozen=True):
 class _Node:
     """One Node.
 
-    State: why no pod fits on it at all, the UUIDs of its cards, its pods' holdings by UID, and,
-    where it has cards, what is taken of these.
+    State: why no pod fits on it at all, the UUIDs of its cards, its pods' holdings and footprints
+    by UID, and, where it has cards, what is taken of these.
     """
 
-    __slots__ = ("holdings", "state", "states", "unfit", "uuids")
+    __slots__ = ("footprints", "holdings", "state", "states", "unfit", "uuids")
 
     def __init__(self) -> None:
         self.unfit = Reason.NodeCacheMiss
         self.uuids: tuple[str, ...] = ()
         self.holdings: dict[str, Holding] = {}
+        self.footprints: dict[str, Mapping[int, Amounts]] = {}
         self.state: State | None = None
         self.states: _States | None = None  # those of its hardware
 
@@ -150,6 +169,9 @@ class Book:
             states.nodes += 1  # before the old ones go, which may be the same
         self._drop_states(node)
         node.states = states
+        node.footprints = {
+            uid: _footprint(node.uuids, holding) for uid, holding in node.holdings.items()
+        }
         _refresh(node)
 
     def remove_node(self, name: str) -> None:
@@ -179,6 +201,7 @@ class Book:
         if node.holdings.get(uid) == holding:
             return
         node.holdings[uid] = holding
+        node.footprints[uid] = _footprint(node.uuids, holding)
         self._node_of[uid] = holding.node
         _refresh(node)
 
@@ -188,6 +211,7 @@ class Book:
             return None
         node = self._nodes[name]
         holding = node.holdings.pop(uid)
+        del node.footprints[uid]
         if node.states is None and node.unfit is Reason.NodeCacheMiss and not node.holdings:
             del self._nodes[name]
         else:
@@ -212,6 +236,13 @@ class Book:
         """Return what a pod holds, None if that is nothing."""
         name = self._node_of.get(uid)
         return None if name is None else self._nodes[name].holdings[uid]
+
+    def view(self, name: str) -> NodeView | None:
+        """Return what is known of a Node; None where it has no cards."""
+        node = self._nodes.get(name)
+        if node is None or (state := node.state) is None:
+            return None
+        return NodeView(state.hardware, state.taken, node.uuids, node.holdings, node.footprints)
 
     def numbers(self, name: str) -> Mapping[str, int]:
         """Return UUID → number of the cards of a Node; empty where it is not described."""
@@ -320,12 +351,12 @@ def _verdict(demand: Demand, node: _Node, state: State | None = None) -> _Verdic
 
 
 def _place(demand: Demand, state: State, uuids: Sequence[str]) -> Placement | Refusal:
-    return allocate(demand, state.hardware, state.taken, _unwanted(demand, state.hardware, uuids))
+    return allocate(demand, state.hardware, state.taken, unwanted(demand, state.hardware, uuids))
 
 
 def _without(node: _Node, uid: str) -> State | None:
     """Return the state that the Node would have without a pod; None where it has no cards."""
-    others = (holding for key, holding in node.holdings.items() if key != uid)
+    others = (footprint for key, footprint in node.footprints.items() if key != uid)
     return node.states.state(_sum(node.uuids, others)) if node.states else None
 
 
@@ -347,12 +378,12 @@ def _holding(name: str, node: _Node, demand: Demand, placed: Placement) -> Holdi
 def _refresh(node: _Node) -> None:
     """Find the Node's state anew, after its description or its holdings have changed."""
     node.state = (
-        node.states.state(_sum(node.uuids, node.holdings.values())) if node.states else None
+        node.states.state(_sum(node.uuids, node.footprints.values())) if node.states else None
     )
 
 
-def _unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[int, Reason]:
-    """Return why the pod does not want some cards."""
+def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[int, Reason]:
+    """Return why the pod does not want some cards: card → reason."""
     found = {}
     for number, (card, uuid) in enumerate(zip(hardware.cards, uuids, strict=True)):
         if not _is_wanted(card.model, demand.include_types, demand.exclude_types, _has_name):
@@ -393,21 +424,26 @@ def _has_name(text: str, entry: str) -> bool:
     return False
 
 
-def _sum(uuids: Sequence[str], holdings: Iterable[Holding]) -> tuple[Amounts, ...]:
-    """Add up what pods hold of each card; cards that the Node does not have any more count for
+def _footprint(uuids: Sequence[str], holding: Holding) -> Mapping[int, Amounts]:
+    """Return what a pod takes of each card; cards that the Node does not have any more count for
     nothing.
     """
     numbers = {uuid: number for number, uuid in enumerate(uuids)}
-    taken = [NOTHING] * len(numbers)
-    for holding in holdings:
-        claims = [
-            [
-                CardClaim(numbers[each.uuid], each.cores_percent, each.memory_mib)
-                for each in of_container
-                if each.uuid in numbers
-            ]
-            for of_container in holding.cards
+    claims = [
+        [
+            CardClaim(numbers[each.uuid], each.cores_percent, each.memory_mib)
+            for each in of_container
+            if each.uuid in numbers
         ]
-        for card, amounts in footprint(holding.kinds, claims).items():
+        for of_container in holding.cards
+    ]
+    return footprint(holding.kinds, claims)
+
+
+def _sum(uuids: Sequence[str], footprints: Iterable[Mapping[int, Amounts]]) -> tuple[Amounts, ...]:
+    """Add up what pods take of each card."""
+    taken = [NOTHING] * len(uuids)
+    for each in footprints:
+        for card, amounts in each.items():
             taken[card] = add(taken[card], amounts)
     return tuple(taken)

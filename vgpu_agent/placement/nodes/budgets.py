@@ -99,18 +99,18 @@ class Budgets:
         """Return the places of those pods whose loss, with that of all before them, is more than a
         budget allows.
         """
-        left: dict[str, int] = {}
-        found = set()
-        for place, pod in enumerate(pods):
-            for budget in self._of(pod):
-                now = left[budget.key] = left.get(budget.key, budget.allowed) - 1
-                if now < 0:
-                    found.add(place)
-        return found
+        count = self.count()
+        return {place for place, pod in enumerate(pods) if not count.lose(pod)}
 
-    def _of(self, pod: SchedulingFacts) -> Iterable[Budget]:
-        """Yield the budgets that the loss of a pod counts against."""
-        if pod.namespace not in self._by_namespace:
+    def count(self) -> Count:
+        """Begin to count losses."""
+        return Count(self)
+
+    def of(self, pod: SchedulingFacts) -> Iterable[Budget]:
+        """Yield the budgets that the loss of a pod counts against. One that is being deleted is
+        lost already.
+        """
+        if pod.deleting or pod.namespace not in self._by_namespace:
             return ()
         key = (pod.namespace, pod.labels)
         found = self._concerning.get(key)
@@ -122,3 +122,28 @@ class Budgets:
                 if budget.selector is not None and budget.selector.matches(labels)
             )
         return (budget for budget in found if pod.name not in budget.disrupted)
+
+
+class Count:
+    """Losses of pods, counted against budgets.
+
+    State: what is left of each budget.
+    """
+
+    def __init__(self, budgets: Budgets) -> None:
+        self._budgets = budgets
+        self._left: dict[str, int] = {}
+
+    def can_lose(self, pod: SchedulingFacts) -> bool:
+        """Tell whether all budgets allow one more loss."""
+        return all(
+            self._left.get(budget.key, budget.allowed) > 0 for budget in self._budgets.of(pod)
+        )
+
+    def lose(self, pod: SchedulingFacts) -> bool:
+        """Count a loss; tell whether all budgets allow it."""
+        allowed = True
+        for budget in self._budgets.of(pod):
+            left = self._left[budget.key] = self._left.get(budget.key, budget.allowed) - 1
+            allowed = allowed and left >= 0
+        return allowed

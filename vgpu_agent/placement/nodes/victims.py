@@ -1,0 +1,376 @@
+"""Which pods of a Node have to go for one of higher priority (vgpu-manager §5.9).
+
+kube-scheduler proposes victims. It counts resources, and knows no single card, so they may not be
+enough. Then others are added, of lower priority than the pod and within disruption budgets, and no
+more than it takes: all that may go are taken away, and as many as possible are put back, the most
+important first. In the end none of them can stay without the pod not fitting. vgpu-manager adds one
+after the other until the pod fits, and removes none of those that did not help (vgpu-manager
+§12.3).
+
+With the added ones, some of those that were proposed may be superfluous. One of these stays only if
+the added ones free at least as much of each resource that kube-scheduler counts, and if no other
+filter of it can depend on the pod. Otherwise kube-scheduler would find no room after all, and
+propose the same victims again and again.
+
+Pure functions on the state of one Node.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.placement.nodes.allocation import Placement, allocate
+from vgpu_agent.placement.nodes.demand import PHYSICAL, VIRTUAL
+from vgpu_agent.placement.topology import LINK_STRICT, NUMA_STRICT
+from vgpu_agent.pods import Trait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.placement.nodes.allocation import Amounts
+    from vgpu_agent.placement.nodes.budgets import Budgets, Count
+    from vgpu_agent.placement.nodes.cards import Hardware
+    from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.placement.nodes.reasons import Reason
+    from vgpu_agent.pods import SchedulingFacts
+
+# Where any of these is true of the pod itself, a filter may look at all other pods.
+_LOOKS_AT_OTHERS = {Trait.ANTI_AFFINITY, Trait.SPREAD, Trait.CLAIMS}
+# These are in each other's way only where both pods have them.
+_SHARED_WITH_OTHERS = {Trait.HOST_PORTS, Trait.VOLUMES}
+# kube-scheduler adds this to priorities, so that more victims never sum up to less.
+_ABOVE_NEGATIVE = 2**31 + 1
+
+
+class Victim(msgspec.Struct, frozen=True):
+    """A pod that may have to go.
+
+    Attributes:
+        uid: of the pod.
+        facts: what is known of it; None where the watch has not shown it.
+        footprint: card → what it takes of it; empty where it holds nothing.
+        protected: why it must stay; empty where it need not.
+        near: it is on the cards on which its going helps most.
+    """
+
+    uid: str
+    facts: SchedulingFacts | None
+    footprint: Mapping[int, Amounts] = {}
+    protected: str = ""
+    near: bool = False
+
+    @property
+    def priority(self) -> int:
+        """Its priority; 0 where it has none."""
+        return (self.facts.priority or 0) if self.facts else 0
+
+    @property
+    def started_at(self) -> float:
+        """Unix seconds; infinite where it has not started."""
+        return (self.facts.started_at if self.facts else 0.0) or math.inf
+
+    @property
+    def deleting(self) -> bool:
+        """Tell whether it goes in any case."""
+        return self.facts is not None and self.facts.deleting
+
+
+def by_importance(victim: Victim) -> tuple[int, float, str]:
+    """Sort the most important first: high priority, then those that run for long."""
+    return -victim.priority, victim.started_at, victim.uid
+
+
+class Room:
+    """The cards of a Node, from which pods are taken away and put back.
+
+    State: what is taken of each card.
+    """
+
+    def __init__(
+        self,
+        demand: Demand,
+        hardware: Hardware,
+        taken: Sequence[Amounts],
+        unwanted: Mapping[int, Reason],
+    ) -> None:
+        """Begin with ``taken``; cards in ``unwanted`` are no use to the pod."""
+        self._demand, self._hardware, self._unwanted = demand, hardware, unwanted
+        self._taken = list(taken)
+        # A single container fits where enough cards have room; of several, one may take what
+        # another would have needed, so with fewer pods they may even fit worse.
+        self.is_simple = len(demand.containers) == 1
+        self._verdicts: dict[tuple[object, ...], bool] = {}
+        self._usable = [
+            card.blocked is None and number not in unwanted
+            for number, card in enumerate(hardware.cards)
+        ]
+        self._has_room = [self._fits_on(number) for number in range(len(hardware.cards))]
+        policy = VIRTUAL if hardware.is_oversold else PHYSICAL
+        self._is_hopeless = demand.memory_policy not in {"", policy}
+
+    def take_away(self, victim: Victim) -> None:
+        """Free what a pod takes."""
+        self._change(victim.footprint, -1)
+
+    def put_back(self, victim: Victim) -> None:
+        """Undo `take_away`."""
+        self._change(victim.footprint, 1)
+
+    def _change(self, footprint: Mapping[int, Amounts], sign: int) -> None:
+        for card, (slots, memory, cores) in footprint.items():
+            before = self._taken[card]
+            self._taken[card] = (
+                before[0] + sign * slots,
+                before[1] + sign * memory,
+                before[2] + sign * cores,
+            )
+            self._has_room[card] = self._fits_on(card)
+
+    def _fits_on(self, number: int) -> bool:
+        """Tell whether the one container fits on a card (vgpu-manager §5.5)."""
+        if not self.is_simple or not self._usable[number]:
+            return False
+        container, card = self._demand.containers[0], self._hardware.cards[number]
+        slots, memory, cores = self._taken[number]
+        units = container.memory_units
+        wanted = card.memory_mib if units is None else units * self._hardware.memory_factor
+        free_cores = card.cores_percent - cores
+        return (
+            slots < card.slots
+            and wanted <= card.memory_mib - memory
+            and container.cores_percent <= free_cores
+            and free_cores > 0
+        )
+
+    def fits(self) -> bool:
+        """Tell whether the pod fits now; the same as `allocate`, and faster."""
+        if self._is_hopeless:
+            return False
+        if not self.is_simple:
+            return self._known(tuple(self._taken))
+        if sum(self._has_room) < self._demand.containers[0].number:
+            return False
+        if self._demand.topology_mode not in {NUMA_STRICT, LINK_STRICT}:
+            return True
+        return self._known(tuple(self._has_room))
+
+    def _known(self, key: tuple[object, ...]) -> bool:
+        if (found := self._verdicts.get(key)) is None:
+            found = self._verdicts[key] = isinstance(
+                allocate(self._demand, self._hardware, self._taken, self._unwanted), Placement
+            )
+        return found
+
+
+def choose_victims(
+    room: Room,
+    proposed: Sequence[Victim],
+    others: Sequence[Victim],
+    *,
+    preemptor: SchedulingFacts,
+    budgets: Budgets,
+    is_counted: Callable[[str], bool],
+) -> tuple[Victim, ...] | None:
+    """Return the pods that have to go, the most important first; None where the pod does not fit
+    even without all that may go, or where a protected one would have to go.
+
+    Args:
+        room: the Node with all its pods.
+        proposed: kube-scheduler's victims; without them the pod fits for it.
+        others: pods that may be added; protected ones are passed over.
+        preemptor: the pod that needs room.
+        budgets: those of the cluster.
+        is_counted: whether kube-scheduler counts a resource on this Node.
+    """
+    for victim in proposed:
+        room.take_away(victim)
+    if room.fits():
+        return None if any(victim.protected for victim in proposed) else tuple(proposed)
+    count = _counted(budgets, proposed)
+    pool = [
+        other
+        for other in others
+        if not other.protected and other.facts is not None and count.can_lose(other.facts)
+    ]
+    added = _added(room, pool, lambda: _counted(budgets, proposed))
+    if added is None:
+        return None
+    for victim in added:
+        room.take_away(victim)
+    rest, gone = _reduced(room, proposed, added, preemptor, budgets, is_counted)
+    if any(victim.protected for victim in rest):
+        return None
+    return tuple(sorted((*rest, *gone), key=by_importance))
+
+
+def _counted(budgets: Budgets, proposed: Iterable[Victim]) -> Count:
+    count = budgets.count()
+    for victim in proposed:
+        if victim.facts is not None:
+            count.lose(victim.facts)
+    return count
+
+
+def _added(
+    room: Room, pool: Sequence[Victim], begin: Callable[[], Count]
+) -> tuple[Victim, ...] | None:
+    """Return the least of the pool without which the pod fits, within budgets; None where there is
+    nothing such. The room is left as it was.
+    """
+    while True:
+        found = [_least(room, order) for order in _orders(pool, begin())]
+        # the two orders have the same pool, so the pod fits with both or with none
+        least = min((each for each in found if each is not None), key=_cost, default=None)
+        if least is None:
+            return None
+        if not (excess := _excess(least, begin())):
+            return least
+        pool = [victim for victim in pool if victim.uid not in excess]
+
+
+def _excess(victims: Iterable[Victim], count: Count) -> set[str]:
+    """Return the UIDs of those that are more than budgets allow, which let the least important ones
+    go first.
+    """
+    return {
+        victim.uid
+        for victim in sorted(victims, key=by_importance, reverse=True)
+        if victim.facts is not None and not count.lose(victim.facts)
+    }
+
+
+def _orders(pool: Sequence[Victim], count: Count) -> Iterable[list[Victim]]:
+    """Yield the pool in two orders in which it may be put back: those first that are more than a
+    budget allows, then the most important; and, among equally important ones, those first whose
+    cards have the most of the pool, so that a card with few is emptied.
+    """
+    violating = _excess(pool, count)
+    on_card: dict[int, int] = {}
+    for victim in pool:
+        for card in victim.footprint:
+            on_card[card] = on_card.get(card, 0) + 1
+
+    def first(victim: Victim) -> tuple[bool, bool, bool]:
+        return victim.uid not in violating, victim.deleting, victim.near
+
+    def crowd(victim: Victim) -> int:
+        return -max((on_card[card] for card in victim.footprint), default=0)
+
+    yield sorted(pool, key=lambda each: (*first(each), *by_importance(each)))
+    yield sorted(
+        pool,
+        key=lambda each: (
+            *first(each), -each.priority, crowd(each), each.started_at, each.uid
+        ),
+    )  # fmt: skip
+
+
+def _least(room: Room, order: Sequence[Victim]) -> tuple[Victim, ...] | None:
+    """Return those that cannot be put back, tried in their order; None where the pod does not fit
+    without all of them. The room is left as it was.
+    """
+    for victim in order:
+        room.take_away(victim)
+    if not room.fits():
+        for victim in order:
+            room.put_back(victim)
+        return None
+    gone, before = list(order), len(order) + 1
+    while len(gone) < before:
+        before, tried, gone = len(gone), gone, []
+        for victim in tried:
+            room.put_back(victim)
+            if not room.fits():
+                room.take_away(victim)
+                gone.append(victim)
+        if room.is_simple:
+            break  # a second try would find the same
+    for victim in gone:
+        room.put_back(victim)
+    return tuple(gone)
+
+
+def _cost(victims: Sequence[Victim]) -> tuple[int, int, int, float]:
+    """Return what kube-scheduler compares victims of Nodes by: the highest priority, the sum of
+    priorities, the number, and how long the most important ones have run.
+    """
+    alive = [victim for victim in victims if not victim.deleting]
+    highest = max((victim.priority for victim in alive), default=-_ABOVE_NEGATIVE)
+    return (
+        highest,
+        sum(victim.priority + _ABOVE_NEGATIVE for victim in alive),
+        len(alive),
+        -min((each.started_at for each in alive if each.priority == highest), default=0.0),
+    )
+
+
+def _reduced(
+    room: Room,
+    proposed: Sequence[Victim],
+    added: Sequence[Victim],
+    preemptor: SchedulingFacts,
+    budgets: Budgets,
+    is_counted: Callable[[str], bool],
+) -> tuple[list[Victim], list[Victim]]:
+    """Put back proposed victims that are superfluous beside the added ones, those first that must
+    stay, then those that are more than a budget allows, then the most important. Return the rest of
+    both.
+    """
+    ordered = sorted(proposed, key=by_importance)
+    violating = _excess(proposed, budgets.count())
+    ordered.sort(key=lambda each: (not each.protected, each.uid not in violating))
+    rest, gone, staying = list(ordered), list(added), list[Victim]()
+    changed = True
+    while changed:
+        changed = False
+        for victim in tuple(rest):
+            if _can_replace(gone, [*staying, victim], preemptor, is_counted):
+                room.put_back(victim)
+                if room.fits():
+                    rest.remove(victim)
+                    staying.append(victim)
+                    changed = True
+                else:
+                    room.take_away(victim)
+        if room.is_simple:
+            break
+        for victim in sorted(gone, key=by_importance):
+            others = [each for each in gone if each.uid != victim.uid]
+            if not staying or _can_replace(others, staying, preemptor, is_counted):
+                room.put_back(victim)
+                if room.fits():
+                    gone = others
+                    changed = True
+                else:
+                    room.take_away(victim)
+    return rest, gone
+
+
+def _can_replace(
+    going: Sequence[Victim],
+    staying: Sequence[Victim],
+    preemptor: SchedulingFacts,
+    is_counted: Callable[[str], bool],
+) -> bool:
+    """Tell whether kube-scheduler surely finds room without ``going`` where it does without
+    ``staying``.
+    """
+    if preemptor.traits & _LOOKS_AT_OTHERS:
+        return False
+    amounts: dict[str, int] = {}
+    for sign, victims in ((1, going), (-1, staying)):
+        for victim in victims:
+            facts = victim.facts
+            if facts is None or facts.requests is None:
+                return False
+            if sign < 0 and (
+                Trait.ANTI_AFFINITY in facts.traits
+                or facts.traits & preemptor.traits & _SHARED_WITH_OTHERS
+            ):
+                return False
+            for name, amount in facts.requests:
+                amounts[name] = amounts.get(name, 0) + sign * amount
+    return all(amount >= 0 or not is_counted(name) for name, amount in amounts.items())
