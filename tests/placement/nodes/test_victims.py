@@ -380,19 +380,19 @@ def test_victims_are_enough_and_none_of_them_is_too_many(
 @hypothesis.given(
     taken=st.lists(
         st.tuples(
-            st.integers(0, 11),
-            st.sampled_from([0, 1, MEMORY_MIB // 2, MEMORY_MIB, 2 * MEMORY_MIB]),
-            st.sampled_from([0, 49, 50, 99, 100, 150]),
+            st.sampled_from([0, 9, 10, 11]),
+            st.sampled_from([0, 0, MEMORY_MIB // 2, 2 * MEMORY_MIB]),
+            st.sampled_from([0, 50, 100, 100, 150]),
         ),
         min_size=3,
         max_size=3,
     ),
     wanted=_wanted,
-    blocked=st.sampled_from([{}, {0: {"healthy": False}}, {1: {"mig": True}}]),
+    blocked=st.sampled_from([{}, {}, {0: {"healthy": False}}, {1: {"mig": True}}]),
     unwanted=st.sampled_from([{}, {2: Reason.DeviceTypeMismatch}]),
     memory_policy=st.sampled_from(["", "virtual", "physical"]),
 )
-@hypothesis.settings(max_examples=400)
+@hypothesis.settings(max_examples=1000)
 def test_room_is_what_a_placement_finds(
     taken: list[Amounts],
     wanted: Demand,
@@ -405,6 +405,14 @@ def test_room_is_what_a_placement_finds(
     wanted = msgspec.structs.replace(wanted, memory_policy=memory_policy)
     placed = allocate(wanted, hardware, taken, unwanted)
     assert Room(wanted, hardware, taken, unwanted).fits() is isinstance(placed, Placement)
+
+
+def test_a_card_without_free_compute_takes_nobody() -> None:
+    """Not even one who asks for no compute (vgpu-manager §5.5)."""
+    wanted = demand(container(memory=1))
+    hardware = cards(1).hardware
+    assert not Room(wanted, hardware, [(1, 1, 100)], {}).fits()
+    assert Room(wanted, hardware, [(1, 1, 99)], {}).fits()
 
 
 def _holding(

@@ -278,16 +278,12 @@ def _least(room: Room, order: Sequence[Victim]) -> tuple[Victim, ...] | None:
         for victim in order:
             room.put_back(victim)
         return None
-    gone, before = list(order), len(order) + 1
-    while len(gone) < before:
-        before, tried, gone = len(gone), gone, []
-        for victim in tried:
-            room.put_back(victim)
-            if not room.fits():
-                room.take_away(victim)
-                gone.append(victim)
-        if room.is_simple:
-            break  # a second try would find the same
+    gone = []
+    for victim in order:
+        room.put_back(victim)
+        if not room.fits():
+            room.take_away(victim)
+            gone.append(victim)
     for victim in gone:
         room.put_back(victim)
     return tuple(gone)
@@ -316,8 +312,8 @@ def _reduced(
     is_counted: Callable[[str], bool],
 ) -> tuple[list[Victim], list[Victim]]:
     """Put back proposed victims that are superfluous beside the added ones, those first that must
-    stay, then those that are more than a budget allows, then the most important. Return the rest of
-    both.
+    stay, then those that are more than a budget allows, then the most important; and added ones
+    that have become superfluous. Return the rest of both.
     """
     ordered = sorted(proposed, key=by_importance)
     violating = _excess(proposed, budgets.count())
