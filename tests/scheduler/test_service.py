@@ -68,9 +68,9 @@ class Extender:
         raise AssertionError(f"{name} is not placed on {nodes}")
 
 
-def a_pod(server: ApiServer, name: str) -> None:
+def a_pod(server: ApiServer, name: str, **spec: Any) -> None:
     """Create a pod that asks for both cards of a Node."""
-    spec = {"containers": [{"name": "main", "resources": {"limits": WHOLE}}]}
+    spec = {"containers": [{"name": "main", "resources": {"limits": WHOLE}}], **spec}
     server.objects.create("pods", {"metadata": {"name": name}, "spec": spec}, "default")
 
 
@@ -179,3 +179,47 @@ async def test_a_dry_run_names_all_nodes_and_keeps_none(extender: Extender) -> N
     for _ in range(2):
         status, answer = await extender.post("filter-dryrun", body)
         assert (status, json.loads(answer)["NodeNames"]) == (200, ["n0", "n1"])
+
+
+async def test_victims_are_named_within_budgets(extender: Extender) -> None:
+    """From the watches of pods and of PodDisruptionBudgets to the answer of preempt."""
+    server = extender.server
+    a_pod(server, "low", priority=1)
+    a_pod(server, "high", priority=100)
+    await extender.filter("low", "n0")
+    assert await extender.bind("low", "n0") == ""
+    high = server.objects.get("pods", "high", "default")
+    uid = server.objects.get("pods", "low", "default")["metadata"]["uid"]
+    body = json.dumps({"Pod": high, "NodeNameToMetaVictims": {"n0": {"Pods": []}}}).encode()
+
+    async def until_victims(expected: dict[str, Any]) -> None:
+        for _ in range(round(PATIENCE_SECONDS / _LOOK_SECONDS)):
+            status, answer = await extender.post("preempt", body)
+            if status == 200 and json.loads(answer) == {"NodeNameToMetaVictims": expected}:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+        raise AssertionError(f"{status} {answer}")
+
+    victims = {"n0": {"Pods": [{"UID": uid}], "NumPDBViolations": 0}}
+    await until_victims(victims)
+    server.objects.create(
+        "poddisruptionbudgets",
+        {
+            "metadata": {"name": "b"},
+            "spec": {"selector": {}},
+            "status": {"disruptionsAllowed": 0},
+        },
+        "default",
+    )
+    await until_victims({})
+    server.objects.delete("poddisruptionbudgets", "b", "default", grace_seconds=0)
+    await until_victims(victims)
+
+
+async def test_a_bad_preemption_has_a_status(extender: Extender) -> None:
+    """Its answer has no field for an error (vgpu-manager §5.1)."""
+    assert await extender.post("preempt", b"{}") == (400, b"no Pod\n")
+    nowhere = serving("http://127.0.0.1:1", ready=False)
+    async with nowhere as service, aiohttp.ClientSession() as http:
+        starting = Extender(extender.server, http, service.address)
+        assert (await starting.post("preempt", b"{}"))[0] == 503

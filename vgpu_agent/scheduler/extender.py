@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from vgpu_agent.families.scheduling import cards_of
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.placement.nodes.book import Choice
 from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.scheduler.known_pods import KnownPods
 from vgpu_agent.scheduler.messages import (
     BindingResult,
     FilterResult,
@@ -45,6 +47,12 @@ if TYPE_CHECKING:
 
 # Codes of the API server that mean that it has not done what was asked of it.
 _REFUSED = range(400, 500)
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(names: frozenset[str]) -> frozenset[str]:
+    """Return the one object for equal names: Nodes of one kind have equal ones."""
+    return names
 
 
 class _Promise(msgspec.Struct):
@@ -84,6 +92,7 @@ class Extender:
         clock: Callable[[], float] = time.time,
         metrics: Metrics | None = None,
         events: PodEvents | None = None,
+        known: KnownPods | None = None,
     ) -> None:
         """Build it.
 
@@ -97,12 +106,15 @@ class Extender:
             clock: unix seconds.
             metrics: what is done is counted there.
             events: pods are told there; None tells them nothing.
+            known: receives what is seen of pods beside their cards.
         """
         self._metrics, self._events = metrics or Metrics(), events
+        self._known = KnownPods() if known is None else known
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
         self._promises: dict[str, _Promise] = {}
+        self._resources: dict[str, frozenset[str]] = {}  # Node → its extended resources
         # by UID, so that a pod with nonsense is told once and not at each of its changes
         self._unreadable = ChangeFilter()
 
@@ -111,15 +123,22 @@ class Extender:
     def see_node(self, node: Node) -> None:
         """Take over a Node that is new or has changed."""
         self._book.put_node(node.name, cards_of(self._family, node))
+        self._resources[node.name] = _shared(frozenset(node.allocatable))
 
     def forget_node(self, name: str) -> None:
         """Forget a Node that was deleted."""
         self._book.remove_node(name)
+        self._resources.pop(name, None)
+
+    def resources(self, name: str) -> frozenset[str]:
+        """Return the extended resources that a Node has to give."""
+        return self._resources.get(name, frozenset())
 
     def see_pod(self, pod: Pod) -> None:
         """Take over a pod that is new or has changed. What is promised to it stays until it is
         bound: the watch may be behind.
         """
+        self._known.see(pod)
         if not pod.node and not pod.ended:
             return
         try:
@@ -142,6 +161,7 @@ class Extender:
     def forget_pod(self, uid: str) -> None:
         """Forget a pod that was deleted or has ended."""
         self._unreadable.over(uid)
+        self._known.forget(uid)
         self._promises.pop(uid, None)
         self._book.release(uid)
 

@@ -80,6 +80,103 @@ class BindingResult(msgspec.Struct, rename="pascal"):
     error: str = ""
 
 
+class _UidMetadata(msgspec.Struct):
+    uid: str = ""
+
+
+class _PodWithUid(msgspec.Struct):
+    metadata: _UidMetadata
+
+
+class _Victims(msgspec.Struct):
+    pods: list[msgspec.Raw] | None = msgspec.field(name="Pods", default=None)
+    violations: int = msgspec.field(name="NumPDBViolations", default=0)
+
+
+class MetaPod(msgspec.Struct):
+    """A pod by its UID."""
+
+    uid: str = msgspec.field(name="UID", default="")
+
+
+class MetaVictims(msgspec.Struct):
+    """The victims on one Node by their UIDs, and how many of them are more than budgets allow."""
+
+    pods: list[MetaPod] | None = msgspec.field(name="Pods", default=None)
+    violations: int = msgspec.field(name="NumPDBViolations", default=0)
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """kube-scheduler's victims on one Node.
+
+    Attributes:
+        pods: UID → the pod; None where only its UID was sent.
+        violations: how many of them are more than budgets allow.
+    """
+
+    pods: dict[str, msgspec.Raw | None]
+    violations: int
+
+
+class PreemptionArguments(msgspec.Struct, rename="pascal"):
+    """The pod that needs room, and the victims on each Node, as pods or, with ``nodeCacheCapable``,
+    by their UIDs.
+    """
+
+    pod: msgspec.Raw = msgspec.Raw()
+    node_name_to_victims: dict[str, _Victims | None] | None = None
+    node_name_to_meta_victims: dict[str, MetaVictims | None] | None = None
+
+    @property
+    def has_pod(self) -> bool:
+        """Tell whether there is a pod."""
+        return bytes(self.pod) not in {b"", b"null"}
+
+    def proposals(self) -> dict[str, Proposal]:
+        """Return the victims by Node.
+
+        Raises:
+            RequestRefusedError: there are none in either form, or a pod has no UID.
+        """
+        found: dict[str, Proposal] = {}
+        if self.node_name_to_meta_victims is not None:
+            for name, meta in self.node_name_to_meta_victims.items():
+                uids = [pod.uid for pod in (meta.pods if meta else None) or ()]
+                found[name] = Proposal(dict.fromkeys(uids), meta.violations if meta else 0)
+        elif self.node_name_to_victims is not None:
+            for name, victims in self.node_name_to_victims.items():
+                pods = (victims.pods if victims else None) or ()
+                by_uid = {_uid_of(raw): raw for raw in pods}
+                found[name] = Proposal({**by_uid}, victims.violations if victims else 0)
+        else:
+            raise RequestRefusedError("neither NodeNameToVictims nor NodeNameToMetaVictims")
+        if name := next((name for name, each in found.items() if "" in each.pods), ""):
+            raise RequestRefusedError(f"a victim on Node {quoted(name)} has no UID")
+        return found
+
+
+class PreemptionResult(msgspec.Struct, rename="pascal"):
+    """The victims on each Node on which the pod would then fit."""
+
+    node_name_to_meta_victims: dict[str, MetaVictims]
+
+
+def _uid_of(raw: msgspec.Raw) -> str:
+    try:
+        return msgspec.json.decode(raw, type=_PodWithUid).metadata.uid
+    except (msgspec.MsgspecError, RecursionError) as err:
+        raise RequestRefusedError(f"a victim: {shortened(str(err), _LONGEST_ERROR)}") from err
+
+
+def preemption_arguments(body: bytes) -> PreemptionArguments:
+    """Decode the arguments of a preemption.
+
+    Raises:
+        RequestRefusedError: they are none.
+    """
+    return _decoded(body, PreemptionArguments, "ExtenderPreemptionArgs")
+
+
 def filter_arguments(body: bytes) -> FilterArguments:
     """Decode the arguments of a filter.
 

@@ -25,18 +25,22 @@ from vgpu_agent import __version__, log
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.client import ApiClient
+from vgpu_agent.cluster.decode_scheduling import budget, with_facts
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.reflector import Reflector, Scope
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.errors import ClusterError, ListenError
+from vgpu_agent.errors import AgentError, ClusterError, ListenError
 from vgpu_agent.journal import Journal
 from vgpu_agent.placement.nodes.book import Book
+from vgpu_agent.placement.nodes.budgets import Budgets
 from vgpu_agent.scheduler.dry_run import FilterDryRun
 from vgpu_agent.scheduler.extender import Extender
+from vgpu_agent.scheduler.known_pods import KnownPods
 from vgpu_agent.scheduler.leadership import Leadership, holder_of
 from vgpu_agent.scheduler.messages import BindingResult, FilterResult
 from vgpu_agent.scheduler.metrics import Metrics
 from vgpu_agent.scheduler.pod_events import PodEvents
+from vgpu_agent.scheduler.preemption import Preemption
 from vgpu_agent.web.certificate import Certificate
 
 if TYPE_CHECKING:
@@ -60,6 +64,10 @@ _LEADER, _FOLLOWER = "leader", "follower"
 _LEASE_LOOK_SECONDS = 2.0
 _NOT_READY = (
     "the extender has not read all Nodes and pods yet; kube-scheduler will ask again in a moment"
+)
+_NO_BUDGETS = (
+    "the extender has not read all PodDisruptionBudgets yet, so it names no victims; it needs the "
+    "permission to list and watch them"
 )
 
 T = TypeVar("T")
@@ -172,20 +180,38 @@ class Service:
                 journal=self._journal,
                 changed=self._label,
             )
-        book = Book()
+        book, known, budgets = Book(), KnownPods(), Budgets()
+        read_pod = with_facts(decode.pod)
         self._extender = Extender(
             book=book,
             family=family,
-            read_pod=decode.pod,
+            read_pod=read_pod,
             api=self._client,
             journal=self._journal,
             grace_seconds=options.grace_seconds,
             metrics=self.metrics,
             events=PodEvents(self._events),
+            known=known,
         )
         extender = self._extender
         self._dry_run = FilterDryRun(
-            book=book, family=family, read_pod=decode.pod, read_node=decode.node
+            book=book, family=family, read_pod=read_pod, read_node=decode.node
+        )
+        self._preemption = Preemption(
+            book=book,
+            family=family,
+            read_pod=read_pod,
+            known=known,
+            budgets=budgets,
+            counted=extender.resources,
+            journal=self._journal,
+        )
+        self._budgets = Reflector(
+            self._client,
+            Scope("all PodDisruptionBudgets", "/apis/policy/v1/poddisruptionbudgets", ""),
+            budget,
+            _Objects(lambda each: each.key, budgets.put, budgets.forget),
+            journal=self._journal,
         )
         self._nodes = Reflector(
             self._client,
@@ -198,7 +224,7 @@ class Service:
         self._pods = Reflector(
             self._client,
             Scope("all pods", "/api/v1/pods", "status.phase!=Succeeded,status.phase!=Failed"),
-            decode.pod,
+            read_pod,
             _Objects(lambda pod: pod.uid, extender.see_pod, extender.forget_pod),
             journal=self._journal,
         )
@@ -236,6 +262,7 @@ class Service:
             ) as supervisor:
                 self._start_watch(supervisor, "nodes", self._nodes)
                 self._start_watch(supervisor, "pods", self._pods)
+                self._start_watch(supervisor, "budgets", self._budgets)
                 supervisor.start(
                     "promises",
                     lambda: self._take_back(supervisor, certificate),
@@ -356,6 +383,7 @@ class Service:
         application.router.add_post("/scheduler/filter", self._filter)
         application.router.add_post("/scheduler/filter-dryrun", self._filter_dry_run)
         application.router.add_post("/scheduler/bind", self._bind)
+        application.router.add_post("/scheduler/preempt", self._preempt)
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/readyz", self._readyz)
         application.router.add_get("/version", self._version)
@@ -389,6 +417,19 @@ class Service:
         self._extender.show()
         body, content_type = self.metrics.text(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
+    async def _preempt(self, request: web.Request) -> web.Response:
+        """Answer with a status, since the answer has no field for an error (vgpu-manager §5.1)."""
+        body = await request.read()
+        if not self.leads:
+            return _follows()
+        if not self.is_ready:
+            return web.Response(text=_NOT_READY + "\n", status=503)
+        if not self._budgets.synced.is_set():
+            return web.Response(text=_NO_BUDGETS + "\n", status=503)
+        try:
+            return _json(await self._preemption.answer(body))
+        except AgentError as err:
+            return web.Response(text=f"{err}\n", status=400)
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")

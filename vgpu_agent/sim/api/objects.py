@@ -48,6 +48,7 @@ KINDS = {
         Kind("pods", "Pod", has_status=True),
         Kind("configmaps", "ConfigMap"),
         Kind("events", "Event"),
+        Kind("poddisruptionbudgets", "PodDisruptionBudget", "policy/v1", has_status=True),
     )
 }
 

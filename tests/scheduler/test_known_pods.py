@@ -1,0 +1,49 @@
+"""What the extender knows of pods beside their cards."""
+
+from __future__ import annotations
+
+from vgpu_agent.pods import Pod, SchedulingFacts
+from vgpu_agent.scheduler.known_pods import KnownPods
+
+
+def a_pod(
+    name: str, node: str = "", *, gang: str = "", owner: str = "", phase: str = "Running"
+) -> Pod:
+    """A pod of a group."""
+    facts = SchedulingFacts("team", name, gang=gang, owner=owner)
+    return Pod(f"uid-{name}", "team", name, node, phase, scheduling=facts)
+
+
+def test_fellows_are_pods_of_the_gang_or_else_of_the_controller() -> None:
+    """vgpu-manager §5.7."""
+    known = KnownPods()
+    for pod in (
+        a_pod("a", gang="team/g", owner="team/job"),
+        a_pod("b", "n0", gang="team/g", owner="team/other"),
+        a_pod("c", "n0", owner="team/job"),
+    ):
+        known.see(pod)
+    assert known.fellows("uid-a", "team/g") == ["uid-b"]
+    assert known.fellows("uid-x", "team/job") == ["uid-c"]
+    assert known.fellows("uid-x", "") == []
+
+
+def test_pods_that_are_gone_are_forgotten() -> None:
+    """Also those that leave their group, or have ended."""
+    known = KnownPods()
+    known.see(a_pod("a", "n0", gang="team/g"))
+    known.see(a_pod("a", "n0", gang="team/h"))
+    assert (known.fellows("", "team/g"), known.fellows("", "team/h")) == ([], ["uid-a"])
+    known.see(a_pod("a", "n0", gang="team/h", phase="Succeeded"))
+    known.see(a_pod("b", "n0", gang="team/h"))
+    known.forget("uid-b")
+    known.forget("uid-b")
+    assert (known._pods, known._groups) == ({}, {})
+
+
+def test_unbound_pods_without_a_group_are_not_kept() -> None:
+    """Nothing is asked about them."""
+    known = KnownPods()
+    known.see(a_pod("a"))
+    known.see(Pod("uid-b", "team", "b", "n0"))
+    assert known._pods == {}

@@ -1,0 +1,69 @@
+"""What the extender knows of pods beside the cards that they hold: priority, groups, labels.
+
+Fed by the watch of pods, and by the pods of filters, which the watch may not have shown yet. Read
+by preemption, and to place pods of one group near each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.pods import Pod, SchedulingFacts
+
+
+class KnownPod(msgspec.Struct, frozen=True):
+    """One pod.
+
+    Attributes:
+        node: to which the watch has shown it bound; empty before.
+        facts: what a scheduler has to know of it.
+    """
+
+    node: str
+    facts: SchedulingFacts
+
+
+class KnownPods:
+    """The pods of the cluster that are bound or in a group, by UID.
+
+    State: in memory, from the watch.
+    """
+
+    def __init__(self) -> None:
+        self._pods: dict[str, KnownPod] = {}
+        self._groups: dict[str, dict[str, None]] = {}
+
+    def see(self, pod: Pod) -> None:
+        """Take over a pod that is new or has changed."""
+        facts = pod.scheduling
+        if pod.ended or facts is None or not (pod.node or facts.group):
+            self.forget(pod.uid)
+            return
+        before = self._pods.get(pod.uid)
+        if before is not None and before.facts.group != facts.group:
+            self.forget(pod.uid)
+        self._pods[pod.uid] = KnownPod(pod.node, facts)
+        if facts.group:
+            self._groups.setdefault(facts.group, {})[pod.uid] = None
+
+    def forget(self, uid: str) -> None:
+        """Forget a pod that was deleted or has ended."""
+        if (known := self._pods.pop(uid, None)) is None or not known.facts.group:
+            return
+        group = self._groups[known.facts.group]
+        del group[uid]
+        if not group:
+            del self._groups[known.facts.group]
+
+    def get(self, uid: str) -> KnownPod | None:
+        """Return what is known of a pod."""
+        return self._pods.get(uid)
+
+    def fellows(self, uid: str, group: str) -> Sequence[str]:
+        """Return the UIDs of the other pods of a group, in the order in which they were seen."""
+        return [other for other in self._groups.get(group, ()) if other != uid]

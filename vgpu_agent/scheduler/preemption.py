@@ -1,0 +1,220 @@
+"""The verb preempt: which pods have to go on each Node for one of higher priority (vgpu-manager
+§5.9).
+
+kube-scheduler asks when a pod fits nowhere, with the victims that would free enough resources. This
+module adds those that hold the cards, spares those that need not go (`placement.nodes.victims`),
+and drops Nodes on which nothing helps. Everything is in memory. Nothing is written or reserved:
+kube-scheduler chooses a Node, deletes the victims, and filters the pod again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.placement.nodes.book import NodeView, unwanted
+from vgpu_agent.placement.nodes.victims import Room, Victim, by_importance, choose_victims
+from vgpu_agent.scheduler.messages import (
+    MetaPod,
+    MetaVictims,
+    PreemptionResult,
+    preemption_arguments,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vgpu_agent.families.scheduling import SchedulingFamily
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.placement.nodes.book import Book
+    from vgpu_agent.placement.nodes.budgets import Budgets
+    from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.pods import Pod, SchedulingFacts
+    from vgpu_agent.scheduler.known_pods import KnownPods
+    from vgpu_agent.scheduler.messages import PreemptionArguments, Proposal
+
+# Nodes after which others have their turn; each takes less than a millisecond.
+_NODES_AT_ONCE = 16
+
+# Why a pod must stay, beside the reasons in `SchedulingFacts.protected`.
+_NOT_BOUND, _SAME_GANG, _NOT_LOWER = "not bound yet", "of the same gang", "not of lower priority"
+
+
+class _Preemptor(msgspec.Struct, frozen=True):
+    """The pod that needs room."""
+
+    uid: str
+    facts: SchedulingFacts
+    demand: Demand
+
+
+class Preemption:
+    """The verb; see the module.
+
+    State: counts since the start.
+
+    Attributes:
+        added: number of victims added on a Node → how often.
+        protected: why a pod was no victim → how often.
+    """
+
+    def __init__(
+        self,
+        *,
+        book: Book,
+        family: SchedulingFamily,
+        read_pod: Callable[[msgspec.Raw | bytes], Pod],
+        known: KnownPods,
+        budgets: Budgets,
+        counted: Callable[[str], frozenset[str]],
+        journal: Journal,
+    ) -> None:
+        """Build it.
+
+        Args:
+            book: the cards of all Nodes.
+            family: reads pods.
+            read_pod: decodes a pod with `Pod.scheduling`; it raises `ClusterError`.
+            known: what is known of pods.
+            budgets: all PodDisruptionBudgets.
+            counted: Node → the extended resources that it has, which kube-scheduler may count.
+            journal: what is answered is recorded there.
+        """
+        self._book, self._family, self._read_pod = book, family, read_pod
+        self._known, self._budgets, self._counted = known, budgets, counted
+        self._journal = journal
+        self.added: collections.Counter[int] = collections.Counter()
+        self.protected: collections.Counter[str] = collections.Counter()
+
+    async def answer(self, body: bytes) -> bytes:
+        """Answer a question.
+
+        Raises:
+            AgentError: it is none; one sentence says why.
+        """
+        victims = await self._answer(preemption_arguments(body))
+        return msgspec.json.encode(PreemptionResult(victims))
+
+    async def _answer(self, arguments: PreemptionArguments) -> dict[str, MetaVictims]:
+        if not arguments.has_pod:
+            raise RequestRefusedError("no Pod")
+        pod = self._read_pod(arguments.pod)
+        if pod.node:
+            raise RequestRefusedError(f"pod {pod.full_name} is bound to {pod.node} already")
+        proposals = arguments.proposals()
+        if (wanted := self._family.read_demand(pod)) is None:
+            return {name: _unchanged(proposal) for name, proposal in proposals.items()}
+        if pod.scheduling is None:
+            raise RequestRefusedError(f"pod {pod.full_name}: its priority cannot be read")
+        if not pod.scheduling.may_preempt:
+            return {}
+        preemptor = _Preemptor(pod.uid, pod.scheduling, wanted.demand)
+        found: dict[str, MetaVictims] = {}
+        for number, (name, proposal) in enumerate(proposals.items(), start=1):
+            victims = self._on_node(name, proposal, preemptor)
+            if victims is not None and not victims.pods:
+                # A card has come free since the pod was filtered, so nobody has to go.
+                self._journal.record("scheduler.preemption_needless", pod=pod.full_name, node=name)
+                return {}
+            if victims is not None:
+                found[name] = victims
+            if number % _NODES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        self._journal.record(
+            "scheduler.preemption", pod=pod.full_name, asked=len(proposals), nodes=len(found)
+        )
+        return found
+
+    def _on_node(self, name: str, proposal: Proposal, preemptor: _Preemptor) -> MetaVictims | None:
+        """Return the victims on a Node; None where the pod would not fit without them either."""
+        view = self._book.view(name)
+        if view is None:
+            return None
+        room = Room(
+            preemptor.demand,
+            view.hardware,
+            view.taken,
+            unwanted(preemptor.demand, view.hardware, view.uuids),
+        )
+        if own := view.footprints.get(preemptor.uid):
+            room.take_away(Victim(preemptor.uid, None, own))
+        proposed = [
+            self._victim(uid, self._facts(uid, raw), view, preemptor)
+            for uid, raw in proposal.pods.items()
+        ]
+        resources = self._counted(name)
+        chosen = choose_victims(
+            room,
+            proposed,
+            self._others(view, proposal, preemptor),
+            preemptor=preemptor.facts,
+            budgets=self._budgets,
+            is_counted=lambda resource: "/" not in resource or resource in resources,
+        )
+        if chosen is None:
+            return None
+        uids = [victim.uid for victim in chosen]
+        self.added[len([uid for uid in uids if uid not in proposal.pods])] += 1
+        if uids == list(proposal.pods):
+            return _unchanged(proposal)
+        facts = [each.facts for each in chosen if each.facts is not None]
+        return MetaVictims([MetaPod(uid) for uid in uids], len(self._budgets.violating(facts)))
+
+    def _facts(self, uid: str, raw: msgspec.Raw | None) -> SchedulingFacts | None:
+        """Return what is known of a proposed victim; the pod itself says more than the watch."""
+        if raw is not None:
+            return self._read_pod(raw).scheduling
+        known = self._known.get(uid)
+        return known.facts if known else None
+
+    def _victim(
+        self, uid: str, facts: SchedulingFacts | None, view: NodeView, preemptor: _Preemptor
+    ) -> Victim:
+        protected = self._protection(uid, facts, view, preemptor)
+        if protected:
+            self.protected[protected] += 1
+        return Victim(uid, facts, view.footprints.get(uid, {}), protected)
+
+    def _protection(
+        self, uid: str, facts: SchedulingFacts | None, view: NodeView, preemptor: _Preemptor
+    ) -> str:
+        """Return why a pod must stay; empty where it need not."""
+        known = self._known.get(uid)
+        if uid in view.holdings and (known is None or not known.node):
+            return _NOT_BOUND
+        if facts is None:
+            return ""
+        if (facts.priority or 0) >= (preemptor.facts.priority or 0):
+            return _NOT_LOWER
+        if facts.gang and facts.gang == preemptor.facts.gang:
+            return _SAME_GANG
+        return "" if facts.deleting else facts.protected
+
+    def _others(
+        self, view: NodeView, proposal: Proposal, preemptor: _Preemptor
+    ) -> Sequence[Victim]:
+        """Return the pods of the Node that hold cards and may have to go, too."""
+        if preemptor.facts.priority is None:
+            return ()
+        found = []
+        for uid, footprint in view.footprints.items():
+            known = self._known.get(uid)
+            if (
+                not footprint
+                or uid in proposal.pods
+                or uid == preemptor.uid
+                or known is None
+                or known.facts.priority is None
+            ):
+                continue
+            if known.facts.priority < preemptor.facts.priority:
+                found.append(self._victim(uid, known.facts, view, preemptor))
+        return sorted((each for each in found if not each.protected), key=by_importance)
+
+
+def _unchanged(proposal: Proposal) -> MetaVictims:
+    return MetaVictims([MetaPod(uid) for uid in proposal.pods], proposal.violations)
