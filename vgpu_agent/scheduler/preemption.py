@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import RequestRefusedError
-from vgpu_agent.placement.nodes.book import NodeView, unwanted
+from vgpu_agent.placement.nodes.book import CardsInUse, unwanted
 from vgpu_agent.placement.nodes.victims import Room, Victim, by_importance, choose_victims
 from vgpu_agent.scheduler.messages import (
     MetaPod,
@@ -131,7 +131,7 @@ class Preemption:
 
     def _on_node(self, name: str, proposal: Proposal, preemptor: _Preemptor) -> MetaVictims | None:
         """Return the victims on a Node; None where the pod would not fit without them either."""
-        view = self._book.view(name)
+        view = self._book.cards_in_use(name)
         if view is None:
             return None
         room = Room(
@@ -172,7 +172,7 @@ class Preemption:
         return known.facts if known else None
 
     def _victim(
-        self, uid: str, facts: SchedulingFacts | None, view: NodeView, preemptor: _Preemptor
+        self, uid: str, facts: SchedulingFacts | None, view: CardsInUse, preemptor: _Preemptor
     ) -> Victim:
         protected = self._protection(uid, facts, view, preemptor)
         if protected:
@@ -180,7 +180,7 @@ class Preemption:
         return Victim(uid, facts, view.footprints.get(uid, {}), protected)
 
     def _protection(
-        self, uid: str, facts: SchedulingFacts | None, view: NodeView, preemptor: _Preemptor
+        self, uid: str, facts: SchedulingFacts | None, view: CardsInUse, preemptor: _Preemptor
     ) -> str:
         """Return why a pod must stay; empty where it need not."""
         known = self._known.get(uid)
@@ -195,7 +195,7 @@ class Preemption:
         return "" if facts.deleting else facts.protected
 
     def _others(
-        self, view: NodeView, proposal: Proposal, preemptor: _Preemptor
+        self, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor
     ) -> Sequence[Victim]:
         """Return the pods of the Node that hold cards and may have to go, too."""
         if preemptor.facts.priority is None:

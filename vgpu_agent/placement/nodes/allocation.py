@@ -157,6 +157,30 @@ def allocate(
     return Placement(ordered, footprint(kinds, ordered))
 
 
+def card_reasons(
+    demand: Demand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    unwanted: Mapping[int, Reason] | None = None,
+) -> Mapping[Reason, int]:
+    """Return why single cards cannot serve the pod, for people: reason → number of cards.
+
+    They are those of the first container for which too few cards are left while no other container
+    of the pod has any; empty where each container fits alone. That the pod does not want a card
+    comes before that the card is full. Arguments as in `allocate`.
+    """
+    skipped = unwanted or {}
+    for container in demand.containers:
+        reasons: collections.Counter[Reason] = collections.Counter()
+        for number, card in enumerate(hardware.cards):
+            reason = skipped.get(number) or _why_not(container, hardware, card, taken[number])
+            if reason:
+                reasons[reason] += 1
+        if len(hardware.cards) - reasons.total() < container.number:
+            return dict(reasons)
+    return {}
+
+
 def _refused_by_node(
     demand: Demand,
     hardware: Hardware,

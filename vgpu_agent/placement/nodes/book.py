@@ -77,7 +77,7 @@ class State:
         self.hardware, self.taken = hardware, taken
 
 
-class NodeView(msgspec.Struct, frozen=True):
+class CardsInUse(msgspec.Struct, frozen=True):
     """What the book has on one Node with cards, at one moment.
 
     Attributes:
@@ -95,6 +95,34 @@ class NodeView(msgspec.Struct, frozen=True):
     footprints: Mapping[str, Mapping[int, Amounts]]
 
 
+class NodeView(msgspec.Struct, frozen=True, gc=False):
+    """A Node at one moment; what happens in the book afterwards does not change it.
+
+    Attributes:
+        name: of the Node.
+        unfit: why it can take no pod; None where it has cards.
+        state: its cards and what is taken of them; None where it is unfit.
+        uuids: of its cards, by number.
+        holdings: UID of a pod → what it holds here.
+    """
+
+    name: str
+    unfit: Unfit | None
+    state: State | None
+    uuids: tuple[str, ...]
+    holdings: Mapping[str, Holding]
+
+    def place(self, demand: Demand) -> Placement | Refusal:
+        """Return where the cards of a pod would be, or why it does not fit."""
+        if self.state is None:
+            return Refusal(self.unfit.reason if self.unfit else Reason.NodeCacheMiss)
+        return allocate(demand, self.state.hardware, self.state.taken, self.unwanted(demand))
+
+    def unwanted(self, demand: Demand) -> Mapping[int, Reason]:
+        """Return the cards that a pod does not want: number → reason."""
+        return {} if self.state is None else unwanted(demand, self.state.hardware, self.uuids)
+
+
 class _Verdict(msgspec.Struct, frozen=True):
     """What a demand is told by a state: why it does not fit, or how good it is."""
 
@@ -106,16 +134,16 @@ class _Verdict(msgspec.Struct, frozen=True):
 class _Node:
     """One Node.
 
-    State: why no pod fits on it at all, the UUIDs of its cards, its pods' holdings and footprints
-    by UID, and, where it has cards, what is taken of these.
+    State: why no pod fits on it at all, with a note for people, the UUIDs of its cards, its pods'
+    holdings and footprints by UID, and, where it has cards, what is taken of these.
     """
 
-    __slots__ = ("footprints", "holdings", "state", "states", "unfit", "uuids")
+    __slots__ = ("footprints", "holdings", "note", "state", "states", "unfit", "uuids")
 
     def __init__(self) -> None:
-        self.unfit = Reason.NodeCacheMiss
+        self.unfit, self.note = Reason.NodeCacheMiss, ""
         self.uuids: tuple[str, ...] = ()
-        self.holdings: dict[str, Holding] = {}
+        self.holdings: Mapping[str, Holding] = {}  # replaced, never changed: views have it
         self.footprints: dict[str, Mapping[int, Amounts]] = {}
         self.state: State | None = None
         self.states: _States | None = None  # those of its hardware
@@ -161,7 +189,7 @@ class Book:
         node = self._nodes.setdefault(name, _Node())
         states = None
         if isinstance(described, Unfit):
-            node.uuids, node.unfit = (), described.reason
+            node.uuids, node.unfit, node.note = (), described.reason, described.note
         else:
             hardware = described.hardware
             node.uuids = described.uuids
@@ -200,7 +228,7 @@ class Book:
         node = self._nodes.setdefault(holding.node, _Node())
         if node.holdings.get(uid) == holding:
             return
-        node.holdings[uid] = holding
+        node.holdings = {**node.holdings, uid: holding}
         node.footprints[uid] = _footprint(node.uuids, holding)
         self._node_of[uid] = holding.node
         _refresh(node)
@@ -210,7 +238,8 @@ class Book:
         if (name := self._node_of.pop(uid, None)) is None:
             return None
         node = self._nodes[name]
-        holding = node.holdings.pop(uid)
+        holding = node.holdings[uid]
+        node.holdings = {key: each for key, each in node.holdings.items() if key != uid}
         del node.footprints[uid]
         if node.states is None and node.unfit is Reason.NodeCacheMiss and not node.holdings:
             del self._nodes[name]
@@ -237,17 +266,32 @@ class Book:
         name = self._node_of.get(uid)
         return None if name is None else self._nodes[name].holdings[uid]
 
-    def view(self, name: str) -> NodeView | None:
-        """Return what is known of a Node; None where it has no cards."""
+    def cards_in_use(self, name: str) -> CardsInUse | None:
+        """Return the cards of a Node and their pods; None where it has no cards."""
         node = self._nodes.get(name)
         if node is None or (state := node.state) is None:
             return None
-        return NodeView(state.hardware, state.taken, node.uuids, node.holdings, node.footprints)
+        return CardsInUse(state.hardware, state.taken, node.uuids, node.holdings, node.footprints)
 
     def numbers(self, name: str) -> Mapping[str, int]:
         """Return UUID → number of the cards of a Node; empty where it is not described."""
         node = self._nodes.get(name)
         return {} if node is None else {uuid: number for number, uuid in enumerate(node.uuids)}
+
+    def views(self) -> list[NodeView]:
+        """Return all Nodes as they are now, in the order of their names. It takes some milliseconds
+        for 5,000 Nodes with pods.
+        """
+        return [
+            NodeView(
+                name,
+                Unfit(node.unfit, node.note) if node.state is None else None,
+                node.state,
+                node.uuids,
+                node.holdings,
+            )
+            for name, node in sorted(self._nodes.items())
+        ]
 
     # -- where a pod goes --------------------------------------------------------------------------
 

@@ -1,0 +1,326 @@
+"""A demand against all Nodes of a cluster, for people: why each Node cannot take the pod, how many
+such pods fit, and which smaller demand would fit.
+
+A cluster has thousands of Nodes, and the caller has other work to do. So each function is a
+generator that yields after each small piece of work, mostly less than a millisecond, and returns
+its result (`finish`). It works on views, which nothing changes meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from vgpu_agent.placement.nodes.allocation import (
+    NOTHING,
+    Placement,
+    Refusal,
+    add,
+    allocate,
+    card_reasons,
+)
+from vgpu_agent.placement.nodes.book import NodeView, State
+from vgpu_agent.placement.nodes.cards import Hardware
+from vgpu_agent.placement.topology import LINK, LINK_STRICT, NUMA, NUMA_STRICT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from vgpu_agent.placement.nodes.allocation import Amounts
+    from vgpu_agent.placement.nodes.cards import Card
+    from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand
+    from vgpu_agent.placement.nodes.reasons import Reason
+
+T = TypeVar("T")
+
+NEVER_OVER: Callable[[], bool] = lambda: False  # noqa: E731 - a constant of a function's type
+
+_WITHOUT_STRICT = {LINK_STRICT: LINK, NUMA_STRICT: NUMA}
+
+
+class Group(msgspec.Struct, frozen=True, gc=False):
+    """Nodes that answer a demand alike, because their cards are alike and alike in use.
+
+    Attributes:
+        views: the Nodes.
+        refusal: why the pod does not fit on them; None where it does.
+        cards: reason → the number of cards of one Node that it concerns, also where the Node as a
+            whole is refused; see `card_reasons`.
+    """
+
+    views: tuple[NodeView, ...]
+    refusal: Refusal | None
+    cards: Mapping[Reason, int] = {}
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether the pod fits on these Nodes."""
+        return self.refusal is None
+
+
+class Copies(msgspec.Struct, frozen=True):
+    """How many equal pods fit.
+
+    Attributes:
+        count: their number.
+        is_exact: all were counted; otherwise the time was over, and more may fit.
+    """
+
+    count: int
+    is_exact: bool
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A change of the pod with which it would fit at once.
+
+    Attributes:
+        field: of the demand that changes: ``memory_units``, ``cores_percent``, ``number``,
+            ``topology_mode``, ``memory_policy``, ``types`` or ``uuids``.
+        value: for an amount, the largest with which it fits; otherwise the new word, empty for
+            none.
+        nodes: the number of Nodes on which it would fit.
+    """
+
+    field: str
+    value: int | str
+    nodes: int
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """All changes of which each alone lets the pod fit.
+
+    Attributes:
+        found: the changes.
+        is_complete: all were tried; otherwise the time was over, and none is given.
+    """
+
+    found: tuple[Change, ...]
+    is_complete: bool
+
+
+def finish(work: Generator[None, None, T]) -> T:
+    """Do all of a work at once and return its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def grouped(demand: Demand, views: Sequence[NodeView]) -> Generator[None, None, list[Group]]:
+    """Compare a demand with all Nodes. The Nodes of a group are in the order of ``views``."""
+    groups = []
+    for alike in _alike(demand, views):
+        groups.append(_group(demand, alike))
+        yield
+    return groups
+
+
+def copies(
+    groups: Sequence[Group], demand: Demand, is_over: Callable[[], bool] = NEVER_OVER
+) -> Generator[None, None, Copies]:
+    """Count how many pods of a demand fit one after the other, by placing them.
+
+    Nodes do not influence each other, so the sum over the Nodes is what fits in the cluster, in
+    whatever order Nodes are chosen.
+
+    Args:
+        groups: of the demand.
+        demand: of each pod.
+        is_over: tells when to stop.
+    """
+    count = 0
+    one_by_one = _takes_any_card(demand)
+    of_card: dict[tuple[Card, int, bool, Amounts], int] = {}
+    for group in groups:
+        view = group.views[0]
+        if not group.fits or view.state is None:
+            continue
+        hardware = view.state.hardware
+        unwanted = view.unwanted(demand)
+        if not one_by_one:
+            for _ in _placed(demand, hardware, view.state.taken, unwanted):
+                count += len(group.views)
+                if is_over():
+                    return Copies(count, is_exact=False)
+                yield
+            continue
+        for number, (card, taken) in enumerate(zip(hardware.cards, view.state.taken, strict=True)):
+            if number in unwanted:
+                continue
+            key = card, hardware.memory_factor, hardware.is_oversold, taken
+            if (found := of_card.get(key)) is None:
+                alone = Hardware((card,), hardware.memory_factor, hardware.is_oversold)
+                found = of_card[key] = sum(1 for _ in _placed(demand, alone, (taken,), {}))
+                yield
+            count += found * len(group.views)
+        if is_over():
+            return Copies(count, is_exact=False)
+        yield
+    return Copies(count, is_exact=True)
+
+
+def _takes_any_card(demand: Demand) -> bool:
+    """Tell whether each pod takes one card, and any that it fits on: then cards do not influence
+    each other, and equal ones are counted once.
+    """
+    return (
+        len(demand.containers) == 1
+        and demand.most_cards == 1
+        and demand.topology_mode not in _WITHOUT_STRICT
+    )
+
+
+def _placed(
+    demand: Demand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    unwanted: Mapping[int, Reason],
+) -> Iterator[Placement]:
+    """Place pods of a demand one after the other until no more fits."""
+    while isinstance(placed := allocate(demand, hardware, taken, unwanted), Placement):
+        yield placed
+        taken = tuple(
+            add(amounts, placed.footprint.get(number, NOTHING))
+            for number, amounts in enumerate(taken)
+        )
+
+
+def emptied(views: Sequence[NodeView]) -> list[NodeView]:
+    """Return the Nodes as they would be without any pod."""
+    states: dict[int, State] = {}
+    found = []
+    for view in views:
+        if view.state is None:
+            found.append(view)
+            continue
+        hardware = view.state.hardware
+        if (state := states.get(id(hardware))) is None:
+            state = states[id(hardware)] = State(hardware, (NOTHING,) * len(hardware.cards))
+        found.append(NodeView(view.name, None, state, view.uuids, {}))
+    return found
+
+
+def changes(
+    demand: Demand, views: Sequence[NodeView], is_over: Callable[[], bool] = NEVER_OVER
+) -> Generator[None, None, Changes]:
+    """Find the single changes with which a pod that fits nowhere would fit now. Each is tried by
+    placing the changed pod.
+    """
+    alike = _alike(demand, views)
+    found = []
+    for field in ("memory_units", "cores_percent", "number"):
+        if largest := (yield from _largest(demand, field, alike, is_over)):
+            changed = _capped(demand, field, largest)
+            nodes = yield from _nodes_that_fit(changed, alike, is_over)
+            found.append(Change(field, largest, nodes))
+    for field, value, changed in _other_words(demand):
+        if nodes := (yield from _nodes_that_fit(changed, alike, is_over)):
+            found.append(Change(field, value, nodes))
+        if is_over():
+            break
+    return Changes(() if is_over() else tuple(found), is_complete=not is_over())
+
+
+def _alike(demand: Demand, views: Sequence[NodeView]) -> list[list[NodeView]]:
+    """Group Nodes that must answer alike."""
+    alike: dict[object, list[NodeView]] = {}
+    for view in views:
+        key: object = view.unfit
+        if view.state is not None:
+            key = view.name if demand.names_cards else id(view.state)
+        alike.setdefault(key, []).append(view)
+    return list(alike.values())
+
+
+def _group(demand: Demand, views: Sequence[NodeView]) -> Group:
+    view = views[0]
+    found = view.place(demand)
+    if isinstance(found, Placement):
+        return Group(tuple(views), None)
+    cards: Mapping[Reason, int] = {}
+    if (state := view.state) is not None:
+        cards = card_reasons(demand, state.hardware, state.taken, view.unwanted(demand))
+    return Group(tuple(views), found, cards or found.cards)
+
+
+def _largest(
+    demand: Demand,
+    field: str,
+    alike: Sequence[Sequence[NodeView]],
+    is_over: Callable[[], bool],
+) -> Generator[None, None, int]:
+    """Return the largest amount below that of the demand with which the pod fits on a Node; 0 where
+    it does with none.
+    """
+    largest, asked = 0, _most_asked(demand, field, alike)
+    for views in alike:
+        if is_over():
+            return 0
+        low, high = largest, asked  # it fits with `low` on some Node, and not with `high` on any
+        while high - low > 1:
+            # Most Nodes have no more room than one before, which the first try shows.
+            middle = low + 1 if low == largest else (low + high) // 2
+            if isinstance(views[0].place(_capped(demand, field, middle)), Placement):
+                low = middle
+            else:
+                high = middle
+        largest = low
+        yield
+    return largest
+
+
+def _most_asked(demand: Demand, field: str, alike: Sequence[Sequence[NodeView]]) -> int:
+    """Return the largest amount that a container asks for. That of one that asks for all memory of
+    a card is above that of every card.
+    """
+    asked = [getattr(each, field) for each in demand.containers]
+    if None not in asked:
+        return max(asked, default=0)
+    hardware = [views[0].state.hardware for views in alike if views[0].state is not None]
+    return 1 + max(
+        (card.memory_mib // each.memory_factor for each in hardware for card in each.cards),
+        default=0,
+    )
+
+
+def _capped(demand: Demand, field: str, most: int) -> Demand:
+    """Return the demand with no container above ``most`` of ``field``."""
+
+    def capped(container: ContainerDemand) -> ContainerDemand:
+        asked = getattr(container, field)
+        if asked is not None and asked <= most:
+            return container
+        return msgspec.structs.replace(container, **{field: most})
+
+    return msgspec.structs.replace(demand, containers=tuple(map(capped, demand.containers)))
+
+
+def _other_words(demand: Demand) -> list[tuple[str, str, Demand]]:
+    """Return the demand without one of its conditions each: field, new word, changed demand."""
+    replace = msgspec.structs.replace
+    found = []
+    if mode := _WITHOUT_STRICT.get(demand.topology_mode):
+        found.append(("topology_mode", mode, replace(demand, topology_mode=mode)))
+    if demand.memory_policy:
+        found.append(("memory_policy", "", replace(demand, memory_policy="")))
+    if demand.include_types or demand.exclude_types:
+        found.append(("types", "", replace(demand, include_types=(), exclude_types=())))
+    if demand.names_cards:
+        found.append(("uuids", "", replace(demand, include_uuids=(), exclude_uuids=())))
+    return found
+
+
+def _nodes_that_fit(
+    demand: Demand, alike: Sequence[Sequence[NodeView]], is_over: Callable[[], bool]
+) -> Generator[None, None, int]:
+    nodes = 0
+    for views in alike:
+        if isinstance(views[0].place(demand), Placement):
+            nodes += len(views)
+        yield
+        if is_over():
+            break
+    return nodes
