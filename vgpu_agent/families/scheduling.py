@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -16,6 +18,36 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
     from vgpu_agent.placement.nodes.demand import PodDemand
     from vgpu_agent.pods import DesiredPod, Pod
+
+
+class Words(msgspec.Struct, frozen=True):
+    """The names of resources and annotations that people must know to change a pod or a Node.
+
+    Attributes:
+        number: the resource for the number of cards.
+        cores: that for percent of each card's compute.
+        memory: that for each card's memory.
+        topology_mode: the annotation of a pod for how its cards belong together.
+        memory_policy: that for physical or virtual memory.
+        include_types: that for the product names that the pod wants.
+        exclude_types: that for those that it does not want.
+        include_uuids: that for the UUIDs that it wants.
+        exclude_uuids: that for those that it does not want.
+        node_register: the annotation of a Node that lists its cards.
+        node_config: that with its settings.
+    """
+
+    number: str
+    cores: str
+    memory: str
+    topology_mode: str
+    memory_policy: str
+    include_types: str
+    exclude_types: str
+    include_uuids: str
+    exclude_uuids: str
+    node_register: str
+    node_config: str
 
 
 class SchedulingFamily(Protocol):
@@ -29,6 +61,11 @@ class SchedulingFamily(Protocol):
     @property
     def role_label(self) -> str:
         """The label that says which of several extenders leads."""
+        ...
+
+    @property
+    def words(self) -> Words:
+        """The names for people."""
         ...
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted, shortened
+from vgpu_agent.families.scheduling import Words
 from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import (
     NO_TYPE,
@@ -66,6 +67,24 @@ class VolcanoScheduling:
     def role_label(self) -> str:
         """Empty: Volcano has no label for this."""
         return ""
+
+    @property
+    def words(self) -> Words:
+        """See `SchedulingFamily`."""
+        names = self._names
+        return Words(
+            number=names.number,
+            cores=names.cores,
+            memory=names.memory,
+            topology_mode="",
+            memory_policy="",
+            include_types=USE_TYPE,
+            exclude_types=NO_TYPE,
+            include_uuids=USE_UUID,
+            exclude_uuids=NO_UUID,
+            node_register=REGISTER,
+            node_config="",
+        )
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
         """See `SchedulingFamily`; volcano-vgpu §2."""

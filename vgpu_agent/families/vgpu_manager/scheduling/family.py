@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vgpu_agent.families.scheduling import Words
 from vgpu_agent.families.vgpu_manager.claims import ContainerClaim, DeviceClaim, write_claims
 from vgpu_agent.families.vgpu_manager.pod_state import ALLOCATING, node_label
 from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
@@ -40,6 +41,24 @@ class VgpuManagerScheduling:
     def role_label(self) -> str:
         """See `SchedulingFamily`; vgpu-manager §1.3."""
         return ROLE_LABEL
+
+    @property
+    def words(self) -> Words:
+        """See `SchedulingFamily`."""
+        keys = self._keys
+        return Words(
+            number=keys.number,
+            cores=keys.cores,
+            memory=keys.memory,
+            topology_mode=keys.topology_mode,
+            memory_policy=keys.memory_policy,
+            include_types=keys.include_type,
+            exclude_types=keys.exclude_type,
+            include_uuids=keys.include_uuid,
+            exclude_uuids=keys.exclude_uuid,
+            node_register=keys.node_register,
+            node_config=keys.node_config,
+        )
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
         """See `SchedulingFamily`."""
