@@ -59,6 +59,13 @@ class Extender:
         _, answer = await self.post("bind", json.dumps(arguments).encode())
         return str(json.loads(answer)["Error"])
 
+    async def situation(self, name: str) -> tuple[str, int]:
+        """What ``/explain`` says about a pod: its situation, and how many such pods fit."""
+        url = f"http://{self.address}/explain?pod=default/{name}"
+        async with self._http.get(url) as answer:
+            found = json.loads(await answer.read())
+            return found["situation"], found["fitting_pods"]
+
     async def until_placed(self, name: str, nodes: list[str]) -> None:
         """Wait until a filter for the pod names these Nodes; the watch is a moment behind."""
         for _ in range(round(PATIENCE_SECONDS / _LOOK_SECONDS)):
@@ -142,6 +149,22 @@ async def test_a_restarted_extender_knows_what_bound_pods_hold(extender: Extende
         assert (await after.filter("b", "n0"))["NodeNames"] == []
         assert "no cards are kept" in await after.bind("b", "n0")
         assert (await after.filter("b", "n0", "n1"))["NodeNames"] == ["n1"]
+
+
+async def test_a_pod_is_explained_from_filter_to_bind(extender: Extender) -> None:
+    """The watch, the promises and the API server together; see `test_explain` for the sentences."""
+    for name in ("a", "b"):
+        a_pod(extender.server, name)
+    assert await extender.situation("a") == ("fits", 2)
+    await extender.filter("a", "n0")
+    assert await extender.situation("a") == ("kept", 1)
+    assert await extender.bind("a", "n0") == ""
+    assert (await extender.situation("a"))[0] == "bound"
+    await extender.filter("b", "n1")
+    a_pod(extender.server, "c")
+    assert await extender.situation("c") == ("no-room", 0)
+    assert await extender.get("/explain?pod=default/nobody") == 404
+    assert await extender.get("/capacity") == 200
 
 
 async def test_before_everything_is_read_nothing_is_promised(extender: Extender) -> None:

@@ -31,6 +31,7 @@ from vgpu_agent.scheduler.messages import (
     filter_arguments,
 )
 from vgpu_agent.scheduler.metrics import BIND, ERROR, FILTER, REFUSED, SUCCESS, Metrics
+from vgpu_agent.scheduler.records import PodRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,10 +75,28 @@ class _Promise(msgspec.Struct):
     binding: bool = False
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """Cards that are kept for a pod that is not bound yet, for people.
+
+    Attributes:
+        holding: the cards.
+        seconds: how long they are kept from now on, if the pod is not bound meanwhile.
+        binding: the pod is being bound, or the API server has not said whether it is; then they are
+            kept until the watch of pods shows that.
+    """
+
+    holding: Holding
+    seconds: float
+    binding: bool
+
+
 class Extender:
     """The verbs; see the module.
 
     State: the promises, by the pods' UIDs. The book has them, too.
+
+    Attributes:
+        records: names of pods and the last questions about them, for people.
     """
 
     def __init__(
@@ -115,6 +134,7 @@ class Extender:
         self._grace_seconds, self._clock = grace_seconds, clock
         self._promises: dict[str, _Promise] = {}
         self._resources: dict[str, frozenset[str]] = {}  # Node → its extended resources
+        self.records = PodRecords(clock)
         # by UID, so that a pod with nonsense is told once and not at each of its changes
         self._unreadable = ChangeFilter()
 
@@ -157,6 +177,7 @@ class Extender:
             self._book.release(pod.uid)
         else:
             self._book.hold(pod.uid, holding)
+            self.records.holds(pod)
 
     def forget_pod(self, uid: str) -> None:
         """Forget a pod that was deleted or has ended."""
@@ -164,6 +185,7 @@ class Extender:
         self._known.forget(uid)
         self._promises.pop(uid, None)
         self._book.release(uid)
+        self.records.forget(uid)
 
     def take_back(self) -> None:
         """Take back the promises whose time is over; call it now and then."""
@@ -177,6 +199,22 @@ class Extender:
         """Bring the metrics of what there is up to date."""
         self._metrics.promises.set(len(self._promises))
         self._metrics.show_nodes(self._book.node_states())
+
+    # -- for people --------------------------------------------------------------------------------
+
+    def kept(self, uid: str) -> Kept | None:
+        """Return the cards that are kept for a pod that is not bound; None if there are none."""
+        if (promise := self._promises.get(uid)) is None:
+            return None
+        left = promise.until - asyncio.get_running_loop().time()
+        return Kept(promise.holding, max(left, 0.0), promise.binding)
+
+    def name_of(self, uid: str) -> str:
+        """Return ``namespace/name`` of a pod that holds cards; its UID where it is not known."""
+        promise = self._promises.get(uid)
+        if promise is not None:
+            return promise.pod.full_name
+        return self.records.name_of(uid) or f"UID {uid}"
 
     # -- filter ------------------------------------------------------------------------------------
 
@@ -213,6 +251,7 @@ class Extender:
         if not candidates:
             raise RequestRefusedError("No schedulable nodes")
         choice = self._kept(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
+        self.records.asked(pod, len(candidates), choice.node)
         failed = {
             name: choice.reasons.get(name, Reason.AlreadyScheduledElsewhere).value
             for name in candidates

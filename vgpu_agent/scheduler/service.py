@@ -41,6 +41,7 @@ from vgpu_agent.scheduler.messages import BindingResult, FilterResult
 from vgpu_agent.scheduler.metrics import Metrics
 from vgpu_agent.scheduler.pod_events import PodEvents
 from vgpu_agent.scheduler.preemption import Preemption
+from vgpu_agent.scheduler.web import People
 from vgpu_agent.web.certificate import Certificate
 
 if TYPE_CHECKING:
@@ -228,6 +229,14 @@ class Service:
             _Objects(lambda pod: pod.uid, extender.see_pod, extender.forget_pod),
             journal=self._journal,
         )
+        self._people = People(
+            extender=extender,
+            book=book,
+            family=family,
+            read_pod=decode.pod,
+            api=self._client,
+            is_ready=lambda: self.is_ready,
+        )
         self._stopping = asyncio.Event()
         self.address = ""
 
@@ -388,6 +397,7 @@ class Service:
         application.router.add_get("/readyz", self._readyz)
         application.router.add_get("/version", self._version)
         application.router.add_get("/metrics", self._metrics)
+        self._people.add_routes(application.router)
         return application
 
     async def _filter(self, request: web.Request) -> web.Response:
@@ -417,6 +427,7 @@ class Service:
         self._extender.show()
         body, content_type = self.metrics.text(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
+
     async def _preempt(self, request: web.Request) -> web.Response:
         """Answer with a status, since the answer has no field for an error (vgpu-manager §5.1)."""
         body = await request.read()

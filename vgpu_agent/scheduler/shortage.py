@@ -1,0 +1,557 @@
+"""Sentences about Nodes that cannot take a pod: one for each reason, with the figures that are
+missing and the remedy.
+
+Pure; used by `explain`. Like the functions of `placement.nodes.survey`, the entry is a generator
+that yields after each small piece of work.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.errors import shortened
+from vgpu_agent.placement.nodes.demand import VIRTUAL, total
+from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.placement.topology import LINK, LINK_STRICT, NUMA, NUMA_STRICT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+
+    from vgpu_agent.families.scheduling import Words
+    from vgpu_agent.placement.nodes.book import NodeView
+    from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.placement.nodes.survey import Change, Changes, Group
+
+MAX_NAMES = 5  # of Nodes, pods or product names in one sentence
+_LONGEST_NAME = 100
+_REASON_OF_MODE = {
+    LINK_STRICT: "joined by NVLink",
+    NUMA_STRICT: "on one NUMA node",
+}
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What is left of a card that can serve another container.
+
+    Attributes:
+        card: its number.
+        memory_mib: free memory.
+        cores_percent: free compute.
+        slots: free slots.
+        is_untouched: no pod has anything of it.
+    """
+
+    card: int
+    memory_mib: int
+    cores_percent: int
+    slots: int
+    is_untouched: bool
+
+
+def shares(view: NodeView, unwanted: Mapping[int, Reason]) -> list[Share]:
+    """Return what is left of those cards of a Node that can serve another container at all: that
+    are not blocked, are wanted, and have a slot, memory and compute left.
+    """
+    if view.state is None:
+        return []
+    found = []
+    for number, (card, taken) in enumerate(
+        zip(view.state.hardware.cards, view.state.taken, strict=True)
+    ):
+        share = Share(
+            number,
+            card.memory_mib - taken[1],
+            card.cores_percent - taken[2],
+            card.slots - taken[0],
+            not any(taken),
+        )
+        if (
+            card.blocked is None
+            and number not in unwanted
+            and min(share.slots, share.memory_mib, share.cores_percent) > 0
+        ):
+            found.append(share)
+    return found
+
+
+class _Best:
+    """The largest figure so far, and the Node and cards that have it."""
+
+    __slots__ = ("cards", "figure", "view")
+
+    def __init__(self) -> None:
+        self.figure = 0
+        self.view: NodeView | None = None
+        self.cards: tuple[int, ...] = ()
+
+    def offer(self, figure: int, view: NodeView, cards: Iterable[int] = ()) -> None:
+        if self.view is None or figure > self.figure:
+            self.figure, self.view, self.cards = figure, view, tuple(cards)
+
+
+class _Figures:
+    """The best figures of the Nodes with one reason, for a demand."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._most = demand.most_cards
+        self.nodes = 0
+        self.names: list[str] = []
+        self.notes: dict[str, str] = {}  # note → a Node that has it
+        # of one Node: the least of the best `most_cards` cards; a whole card counts if untouched
+        self.memory, self.cores, self.untouched = _Best(), _Best(), _Best()
+        self.usable, self.size, self.core_size = _Best(), _Best(), _Best()
+        self.slots, self.all_memory, self.all_cores = _Best(), _Best(), _Best()
+        self.blocked: collections.Counter[Reason] = collections.Counter()
+
+    def add(self, group: Group) -> None:
+        """Count the Nodes of a group."""
+        view, times = group.views[0], len(group.views)
+        self.nodes += times
+        self.names += [each.name for each in group.views[: max(MAX_NAMES - len(self.names), 0)]]
+        if view.unfit is not None and view.unfit.note:
+            self.notes.setdefault(view.unfit.note, view.name)
+        if view.state is None:
+            return
+        for card in view.state.hardware.cards:
+            if card.blocked is not None:
+                self.blocked[card.blocked] += times
+            else:
+                self.size.offer(card.memory_mib, view)
+                self.core_size.offer(card.cores_percent, view)
+        left = shares(view, view.unwanted(self._demand))
+        self.usable.offer(sum(card.blocked is None for card in view.state.hardware.cards), view)
+        self.slots.offer(sum(each.slots for each in left), view)
+        self.all_memory.offer(sum(each.memory_mib for each in left), view)
+        self.all_cores.offer(sum(each.cores_percent for each in left), view)
+        whole = [
+            each.card
+            for each in left
+            if not view.state.taken[each.card][1]
+            and each.cores_percent >= max(c.cores_percent for c in self._demand.containers)
+        ]
+        self.untouched.offer(len(whole), view, whole)
+        by_memory = sorted(left, key=lambda each: -each.memory_mib)[: self._most]
+        if len(by_memory) == self._most:
+            self.memory.offer(
+                by_memory[-1].memory_mib, view, (each.card for each in by_memory[-1:])
+            )
+        by_cores = sorted(left, key=lambda each: -each.cores_percent)[: self._most]
+        if len(by_cores) == self._most:
+            self.cores.offer(
+                by_cores[-1].cores_percent, view, (each.card for each in by_cores[-1:])
+            )
+
+
+def sentences(
+    demand: Demand,
+    groups: Sequence[Group],
+    words: Words,
+    name_of: Callable[[str], str],
+) -> Generator[None, None, tuple[str, ...]]:
+    """Say for each reason what is missing on the Nodes that have it, the most frequent one first.
+
+    Args:
+        demand: of the pod.
+        groups: all Nodes, compared with it.
+        words: names for people.
+        name_of: the name of a pod by its UID.
+    """
+    by_reason: dict[Reason, _Figures] = {}
+    for group in groups:
+        if group.refusal is not None:
+            by_reason.setdefault(group.refusal.reason, _Figures(demand)).add(group)
+            yield
+    found = [
+        f"{counted(figures.nodes, 'Node')} ({_names(figures.names, figures.nodes)}): "
+        + _SENTENCES.get(reason, _unfit)(_Missing(reason, figures, demand, words, name_of))
+        for reason, figures in sorted(by_reason.items(), key=lambda each: -each[1].nodes)
+    ]
+    if found and (demand.names_cards or demand.include_types or demand.exclude_types):
+        wanted = yield from _wanted(demand, groups, name_of)
+        found.append(_exist(wanted, demand, words))
+    return tuple(found)
+
+
+def options(changes: Changes, demand: Demand, words: Words) -> tuple[str, ...]:
+    """Say which single changes of the pod would let it start now; each was tried."""
+    if not changes.is_complete:
+        return ("They could not all be tried in time; ask again when the extender is less busy.",)
+    if not changes.found:
+        return ("No single smaller amount or looser condition lets it fit now.",)
+    return tuple(
+        f"{_changed(change, demand, words)}, it would fit on {counted(change.nodes, 'Node')} now."
+        for change in changes.found
+    )
+
+
+def _changed(change: Change, demand: Demand, words: Words) -> str:
+    memory = [each.memory_units for each in demand.containers]
+    cores = max(each.cores_percent for each in demand.containers)
+    match change.field:
+        case "memory_units" if None in memory:
+            # With an amount of memory and none of compute, the pod would have no limit of compute.
+            return (
+                f"With {words.memory}: {change.value} instead of all memory of a card, and "
+                f"{words.cores}: {cores}"
+            )
+        case "memory_units":
+            before = max(each or 0 for each in memory)
+            return f"With {words.memory}: {change.value} instead of {before}"
+        case "cores_percent":
+            return f"With {words.cores}: {change.value} instead of {cores}"
+        case "number":
+            return f"With {words.number}: {change.value} instead of {demand.most_cards}"
+        case "topology_mode":
+            return f"With the annotation {words.topology_mode}: {change.value}"
+    removed = (
+        f"annotation {words.memory_policy}"
+        if change.field == "memory_policy"
+        else _selection(demand, words, types=change.field == "types")
+    )
+    return f"Without the {removed}"
+
+
+class _Wanted(msgspec.Struct, frozen=True):
+    """The cards that a pod selects by type or UUID, over all Nodes."""
+
+    cards: int = 0
+    nodes: int = 0
+    untouched: int = 0
+    blocked: int = 0
+    holders: tuple[str, ...] = ()
+    more_holders: int = 0
+    models: tuple[str, ...] = ()  # of all cards, the most frequent first
+
+
+def _wanted(
+    demand: Demand, groups: Sequence[Group], name_of: Callable[[str], str]
+) -> Generator[None, None, _Wanted]:
+    """Find the cards that the pod selects, and the pods that hold them."""
+    cards = nodes = untouched = blocked = 0
+    holders: set[str] = set()
+    models: collections.Counter[str] = collections.Counter()
+    for group in groups:
+        state = group.views[0].state
+        if state is None:
+            continue
+        for card in state.hardware.cards:
+            models[card.model] += len(group.views)
+        unwanted = group.views[0].unwanted(demand)
+        numbers = [number for number in range(len(state.taken)) if number not in unwanted]
+        yield
+        if not numbers:
+            continue
+        cards += len(numbers) * len(group.views)
+        nodes += len(group.views)
+        blocked += len(group.views) * sum(
+            state.hardware.cards[number].blocked is not None for number in numbers
+        )
+        untouched += len(group.views) * sum(
+            not any(state.taken[number]) and state.hardware.cards[number].blocked is None
+            for number in numbers
+        )
+        for view in group.views:
+            holders.update(_holders(view, numbers))
+            yield
+    names = sorted(map(name_of, sorted(holders)[: 4 * MAX_NAMES]))[:MAX_NAMES]
+    return _Wanted(
+        cards,
+        nodes,
+        untouched,
+        blocked,
+        tuple(names),
+        len(holders) - len(names),
+        tuple(model for model, _ in models.most_common()),
+    )
+
+
+class _Missing(msgspec.Struct, frozen=True):
+    """What the sentence about a reason is made of.
+
+    Attributes:
+        reason: of all these Nodes.
+        figures: of these Nodes.
+        demand: of the pod.
+        words: names for people.
+        name_of: the name of a pod by its UID.
+    """
+
+    reason: Reason
+    figures: _Figures
+    demand: Demand
+    words: Words
+    name_of: Callable[[str], str]
+
+
+def _slots(missing: _Missing) -> str:
+    best = missing.figures.slots
+    return (
+        f"slots are missing. The pod takes {counted(total(missing.demand, 1, 0)[0], 'slot')} of "
+        f"cards of one Node; the most that are left for it on one are {best.figure}{_on(best)}. "
+        "Wait until pods there end, or let the cards be split into more slots (node configuration)."
+    )
+
+
+def _cards(missing: _Missing) -> str:
+    best, blocked = missing.figures.usable, _blocked(missing.figures.blocked)
+    return (
+        f"cards are missing. A container asks for {missing.demand.most_cards} different cards of "
+        f"one Node ({missing.words.number}); the most that are usable on one are {best.figure}"
+        f"{_on(best)}{blocked and f'; {blocked}'}. Ask for fewer, or mend or add cards."
+    )
+
+
+def _out_of_use(missing: _Missing) -> str:
+    return (
+        f"{_blocked(missing.figures.blocked)}, so too few are left. `vgpu-agent status` on such a "
+        "Node says why; cards with MIG instances serve only pods that ask for instances."
+    )
+
+
+def _topology(missing: _Missing) -> str:
+    demand = missing.demand
+    how = _REASON_OF_MODE.get(demand.topology_mode, "that belong together")
+    looser = LINK if missing.reason is Reason.LinkTopologyUnsatisfied else NUMA
+    return (
+        f"no {counted(demand.most_cards, 'free card')} {how}, as the annotation "
+        f"{missing.words.topology_mode}: {demand.topology_mode} demands. Wait until pods there "
+        f"end, or write {looser}, which prefers such cards and takes others."
+    )
+
+
+def _memory_policy(missing: _Missing) -> str:
+    policy = missing.demand.memory_policy
+    return (
+        f"the memory of their cards is {'physical' if policy == VIRTUAL else 'virtual'}, and the "
+        f"pod wants {policy} (annotation {missing.words.memory_policy}). Remove the annotation, or "
+        "change the memory scaling of Nodes."
+    )
+
+
+def _unfit(missing: _Missing) -> str:
+    """Say what is wrong with Nodes that can take no pod at all."""
+    words = missing.words
+    notes = "".join(
+        f" {shortened(name, _LONGEST_NAME)} has: {note}."
+        for note, name in list(missing.figures.notes.items())[:MAX_NAMES]
+    )
+    match missing.reason:
+        case Reason.NodeNotVGPUEnabled:
+            return (
+                f"no {words.number} in status.allocatable. Either they have no GPUs to share, or "
+                f"the agent does not run or offers nothing there.{notes}"
+            )
+        case Reason.NodeNoVGPURegister:
+            return (
+                f"they offer {words.number}, but the annotation {words.node_register} is missing. "
+                "Look at the agent's log there: it writes the annotation before it registers."
+            )
+        case Reason.NodeNoVGPUConfig:
+            return (
+                f"the annotation {words.node_config} is missing. Look at the agent's log there: it "
+                "writes the annotation before it registers."
+            )
+        case Reason.NodeBadVGPURegister:
+            return _spoilt(words.node_register, notes)
+        case Reason.NodeBadVGPUConfig | Reason.NodeBadMemoryFactor:
+            return _spoilt(words.node_config, notes)
+        case _:
+            return (
+                "pods hold cards there, but the API server shows no such Node. It was deleted; "
+                "its pods go, too, once the control plane notices."
+            )
+
+
+def _spoilt(key: str, notes: str) -> str:
+    return (
+        f"the annotation {key} cannot be read.{notes} Remove the annotation and restart the agent "
+        "there, which writes it anew."
+    )
+
+
+def _memory(missing: _Missing) -> str:
+    figures, demand, words = missing.figures, missing.demand, missing.words
+    units = [each.memory_units for each in demand.containers]
+    whole = [each.number for each in demand.containers if each.memory_units is None]
+    most = max((each or 0 for each in units), default=0)
+    view = figures.size.view
+    factor = view.state.hardware.memory_factor if view is not None and view.state else 1
+    asked = most * factor
+    if asked > figures.size.figure:
+        return (
+            f"no card there has more than {figures.size.figure} MiB in all; the pod asks for "
+            f"{asked} MiB on each of its cards. Lower {words.memory}, or add larger cards."
+        )
+    if whole and figures.untouched.figure < max(whole):
+        return (
+            f"the pod asks for all memory of {counted(max(whole), 'card')} of one Node, so no "
+            "other pod may have memory of them; the most such cards of one Node are "
+            f"{figures.untouched.figure}{_on(figures.untouched)}. Wait until pods there end, or "
+            f"set {words.memory}."
+        )
+    if figures.memory.figure < asked:
+        return (
+            f"the largest share that is free for it on any card is {figures.memory.figure} MiB"
+            f"{_card_of(figures.memory, missing.name_of)}; the pod asks for {asked} MiB."
+            if demand.most_cards == 1
+            else f"no Node has {demand.most_cards} cards with more than {figures.memory.figure} "
+            f"MiB free on each{_on(figures.memory)}; the pod asks for {asked} MiB on each of "
+            f"{demand.most_cards} cards of one Node."
+        )
+    needed = total(demand, factor, 0)[1]
+    return (
+        f"not enough memory for the whole pod, which takes {needed} MiB of cards of one Node; the "
+        f"most that is free on one is {figures.all_memory.figure} MiB{_on(figures.all_memory)}. "
+        "Cards with that memory may lack compute or slots."
+    )
+
+
+def _cores(missing: _Missing) -> str:
+    figures, demand = missing.figures, missing.demand
+    asked = max((each.cores_percent for each in demand.containers), default=0)
+    if asked > figures.core_size.figure:
+        return (
+            f"no card there has more than {figures.core_size.figure} % of compute in all; the pod "
+            f"asks for {asked} % on each of its cards. Lower {missing.words.cores}."
+        )
+    least = max(asked, 1)  # a card without free compute serves nobody
+    if figures.cores.figure < least:
+        none = "" if asked else " A card of which all compute is taken serves no other pod."
+        return (
+            f"the most compute that is free for it on any card is {figures.cores.figure} %"
+            f"{_card_of(figures.cores, missing.name_of)}; the pod asks for {asked} %.{none}"
+            if demand.most_cards == 1
+            else f"no Node has {demand.most_cards} cards with more than {figures.cores.figure} % "
+            f"of compute free on each{_on(figures.cores)}; the pod asks for {asked} % on each of "
+            f"{demand.most_cards}.{none}"
+        )
+    needed = total(demand, 1, 0)[2]
+    return (
+        f"not enough compute for the whole pod, which takes {needed} % of cards of one Node; the "
+        f"most that is free on one is {figures.all_cores.figure} %{_on(figures.all_cores)}. Cards "
+        "with that compute may lack memory or slots."
+    )
+
+
+def _types(missing: _Missing) -> str:
+    return _mismatch(missing, "are of a type", types=True)
+
+
+def _uuids(missing: _Missing) -> str:
+    return _mismatch(missing, "have a UUID", types=False)
+
+
+def _mismatch(missing: _Missing, what: str, *, types: bool) -> str:
+    selection = _selection(missing.demand, missing.words, types=types)
+    cards = "none" if missing.demand.most_cards == 1 else f"not {missing.demand.most_cards}"
+    return f"{cards} of the cards of such a Node {what} that the pod wants ({selection})."
+
+
+_SENTENCES: Mapping[Reason, Callable[[_Missing], str]] = {
+    Reason.InsufficientVGPUMemory: _memory,
+    Reason.InsufficientVGPUCore: _cores,
+    Reason.InsufficientVGPUSlot: _slots,
+    Reason.InsufficientGPUResources: _slots,
+    Reason.InsufficientGPUCards: _cards,
+    Reason.DeviceTypeMismatch: _types,
+    Reason.DeviceUUIDMismatch: _uuids,
+    Reason.DeviceUnhealthy: _out_of_use,
+    Reason.DeviceMIGEnabled: _out_of_use,
+    Reason.LinkTopologyUnsatisfied: _topology,
+    Reason.NUMATopologyUnsatisfied: _topology,
+    Reason.NodeMemoryTypeMismatch: _memory_policy,
+}
+
+
+def _exist(wanted: _Wanted, demand: Demand, words: Words) -> str:
+    """Say what has become of the cards that the pod selects, in the whole cluster."""
+    selection = " and ".join(
+        filter(None, (_selection(demand, words, types=types) for types in (True, False)))
+    )
+    if not wanted.cards:
+        models = [shortened(model, _LONGEST_NAME) for model in wanted.models]
+        return (
+            f"No card of the cluster is one that the pod wants ({selection}). The types of cards "
+            f"are: {_names(models, len(models)) or 'none'}. Correct the annotation, or add such "
+            "cards."
+        )
+    exist = "exists" if wanted.cards == 1 else "exist"
+    blocked = f", {wanted.blocked} unhealthy or divided by MIG" * bool(wanted.blocked)
+    in_use = wanted.cards - wanted.untouched - wanted.blocked
+    held = (
+        f"; held by pods {_names(wanted.holders, len(wanted.holders) + wanted.more_holders)}"
+        if wanted.holders
+        else ""
+    )
+    return (
+        f"{counted(wanted.cards, 'card')} that the pod wants ({selection}) {exist} on "
+        f"{counted(wanted.nodes, 'Node')}: {wanted.untouched} untouched, {in_use} in use{blocked}"
+        f"{held}."
+    )
+
+
+def _selection(demand: Demand, words: Words, *, types: bool) -> str:
+    """Name the annotations by which the pod selects cards."""
+    pairs = (
+        ((words.include_types, demand.include_types), (words.exclude_types, demand.exclude_types))
+        if types
+        else (
+            (words.include_uuids, demand.include_uuids),
+            (words.exclude_uuids, demand.exclude_uuids),
+        )
+    )
+    return " and ".join(
+        f"annotation {key}: {shortened(','.join(entries), _LONGEST_NAME)}"
+        for key, entries in pairs
+        if entries
+    )
+
+
+def _blocked(blocked: collections.Counter[Reason]) -> str:
+    texts = {
+        Reason.DeviceUnhealthy: "unhealthy",
+        Reason.DeviceMIGEnabled: "divided by MIG",
+    }
+    return " and ".join(
+        f"{counted(cards, 'card')} {'is' if cards == 1 else 'are'} {texts[reason]}"
+        for reason, cards in blocked.most_common()
+    )
+
+
+def _card_of(best: _Best, name_of: Callable[[str], str]) -> str:
+    """Name the card that has the figure, and the pods that hold parts of it."""
+    if best.view is None or not best.cards:
+        return ""
+    holders = sorted(map(name_of, _holders(best.view, best.cards)))
+    held = f", held by {_names(holders, len(holders))}" if holders else ""
+    return f" (card {best.cards[0]} of {best.view.name}{held})"
+
+
+def _on(best: _Best) -> str:
+    return f" (on {best.view.name})" if best.view is not None and best.figure else ""
+
+
+def _holders(view: NodeView, numbers: Iterable[int]) -> list[str]:
+    """Return the UIDs of the pods that hold one of the cards."""
+    uuids = {view.uuids[number] for number in numbers}
+    return [
+        uid
+        for uid, holding in view.holdings.items()
+        if any(card.uuid in uuids for of_container in holding.cards for card in of_container)
+    ]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return the number with its noun, in the plural where that is right."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _names(names: Sequence[str], count: int) -> str:
+    """List the first names; ``count`` is how many there are in all."""
+    shown = ", ".join(names[:MAX_NAMES])
+    more = max(count, len(names)) - min(len(names), MAX_NAMES)
+    return f"{shown} and {more} more" if more else shown

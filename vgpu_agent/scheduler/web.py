@@ -1,0 +1,293 @@
+"""The extender's endpoints for people: ``/explain`` and ``/capacity``.
+
+They run on the event loop that answers kube-scheduler. So their work is done in slices of
+`_SLICE_SECONDS`, one request at a time, and a few may wait. An explanation, which may take seconds,
+pauses between its slices. ``/capacity``, which takes some milliseconds, only lets others run, and
+is counted once a second at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from aiohttp import hdrs, web
+
+from vgpu_agent.cluster.api import pod_path
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.pods import is_object_name
+from vgpu_agent.scheduler import page
+from vgpu_agent.scheduler.capacity import Capacity, capacity
+from vgpu_agent.scheduler.explain import Explanation, Facts, Situation, Waiting, explain, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Generator
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.families.scheduling import SchedulingFamily
+    from vgpu_agent.placement.nodes.book import Book
+    from vgpu_agent.pods import Pod
+    from vgpu_agent.scheduler.extender import Extender
+
+T = TypeVar("T")
+
+_SLICE_SECONDS = 0.002
+_PAUSE_SECONDS = 0.002
+_KEPT_SECONDS = 1.0  # for `/capacity`
+# of computing, after which pods are no more counted and changes no more tried
+_MOST_SECONDS = 2.0
+_GET_SECONDS = 5.0  # for the pod
+_MAX_WAITING = 8
+_MAX_GATES = 16
+_POD = re.compile(r"[^/]+/[^/]+")
+_FORMATS = ("json", "text")
+_SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
+
+
+class People:
+    """The handlers; see the module.
+
+    State: the number of requests that are being answered or wait, and the last `/capacity`.
+    """
+
+    def __init__(
+        self,
+        *,
+        extender: Extender,
+        book: Book,
+        family: SchedulingFamily,
+        read_pod: Callable[[msgspec.Raw | bytes], Pod],
+        api: Api,
+        is_ready: Callable[[], bool],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Build them.
+
+        Args:
+            extender: knows what is kept for pods.
+            book: the cards of all Nodes.
+            family: reads pods.
+            read_pod: decodes a pod; it raises `ClusterError`.
+            api: the API server.
+            is_ready: tells whether all Nodes and pods were read.
+            clock: unix seconds.
+        """
+        self._extender, self._book, self._family = extender, book, family
+        self._read_pod, self._api = read_pod, api
+        self._is_ready, self._clock = is_ready, clock
+        self._waiting = 0
+        self._one = asyncio.Lock()
+        self._counted: tuple[float, Capacity] | None = None
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """Serve ``/explain`` and ``/capacity``."""
+        router.add_get("/explain", self._answered(self._explain))
+        router.add_get("/capacity", self._answered(self._capacity))
+
+    def _answered(
+        self, handler: Callable[[web.Request], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(request: web.Request) -> web.Response:
+            if not self._is_ready():
+                return _error(
+                    503,
+                    "the extender has not read all Nodes and pods yet; ask again in some seconds. "
+                    "If that lasts, its log says which request to the API server fails",
+                )
+            if self._waiting >= _MAX_WAITING:
+                return _error(
+                    503, f"{_MAX_WAITING} such requests are under way; ask again in some seconds"
+                )
+            self._waiting += 1
+            try:
+                return await handler(request)
+            except _BadRequestError as err:
+                return _error(400, str(err))
+            finally:
+                self._waiting -= 1
+
+        return answer
+
+    # -- /explain ----------------------------------------------------------------------------------
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        query = _query(request, ("pod", "all", "format"))
+        name = query.get("pod", "")
+        namespace, _, short = name.partition("/")
+        if not (_POD.fullmatch(name) and is_object_name(namespace) and is_object_name(short)):
+            raise _BadRequestError("name the pod: /explain?pod=NAMESPACE/NAME")
+        every_node = _SWITCH.get(query.get("all", "0"))
+        if every_node is None:
+            raise _BadRequestError("all is 1 or 0")
+        as_text = _wants_text(request, query)
+        try:
+            async with asyncio.timeout(_GET_SECONDS):
+                raw = await self._api.get(pod_path(namespace, short))
+            pod = self._read_pod(raw)
+        except TimeoutError:
+            return _error(504, f"the API server did not send pod {name} within {_GET_SECONDS:g} s")
+        except ClusterError as err:
+            if err.status != 404:
+                return _error(502, f"pod {name} cannot be read: {err}")
+            found = unknown(name)
+        else:
+            found = await self._about(pod, read_waiting(raw), every_node=every_node)
+        status = 404 if found.situation == Situation.UNKNOWN.value else 200
+        return _answer(found, page.explanation(found) if as_text else None, status)
+
+    async def _about(self, pod: Pod, waiting: Waiting, *, every_node: bool) -> Explanation:
+        async with self._one:
+            extender = self._extender
+            records = extender.records
+            facts = Facts(
+                pod,
+                waiting,
+                self._family,
+                self._book.views(),
+                self._book.holding(pod.uid),
+                None if pod.node else extender.kept(pod.uid),
+                records.last_asked(pod.uid),
+                records.started_at,
+                tuple(records.schedulers),
+                extender.name_of,
+                self._clock(),
+            )
+            slices = _Slices(_PAUSE_SECONDS)
+            return await slices.result(
+                explain(
+                    facts, every_node=every_node, is_over=lambda: slices.seconds > _MOST_SECONDS
+                )
+            )
+
+    # -- /capacity ---------------------------------------------------------------------------------
+
+    async def _capacity(self, request: web.Request) -> web.Response:
+        as_text = _wants_text(request, _query(request, ("format",)))
+        async with self._one:
+            now = asyncio.get_running_loop().time()
+            if self._counted is None or now - self._counted[0] >= _KEPT_SECONDS:
+                self._counted = now, await _Slices(0.0).result(capacity(self._book.views()))
+            found = self._counted[1]
+        return _answer(found, page.capacity(found) if as_text else None)
+
+
+class _BadRequestError(Exception):
+    """The request makes no sense; the message says what would."""
+
+
+class _Slices:
+    """Does a work in slices, so that the event loop can do other things in between.
+
+    Attributes:
+        seconds: computing time so far.
+    """
+
+    def __init__(
+        self, pause_seconds: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._pause_seconds, self._clock = pause_seconds, clock
+        self._began, self._before = clock(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + self._clock() - self._began
+
+    async def result(self, work: Generator[None, None, T]) -> T:
+        """Return the result of a work."""
+        self._began = self._clock()
+        while True:
+            while self._clock() - self._began < _SLICE_SECONDS:
+                try:
+                    next(work)
+                except StopIteration as end:
+                    found: T = end.value
+                    return found
+            self._before += self._clock() - self._began
+            await asyncio.sleep(self._pause_seconds)
+            self._began = self._clock()
+
+
+class _Named(msgspec.Struct):
+    name: str = ""
+
+
+class _Condition(msgspec.Struct):
+    type: str = ""
+    status: str = ""
+    reason: str | None = None
+    message: str | None = None
+
+
+class _Spec(msgspec.Struct):
+    gates: list[_Named] | None = msgspec.field(default=None, name="schedulingGates")
+
+
+class _Status(msgspec.Struct):
+    conditions: list[_Condition] | None = None
+
+
+class _Pod(msgspec.Struct):
+    spec: _Spec | None = None
+    status: _Status | None = None
+
+
+def read_waiting(raw: bytes) -> Waiting:
+    """Read what a pod of the API server says about its waiting; what cannot be read counts as
+    nothing.
+    """
+    try:
+        pod = msgspec.json.decode(raw, type=_Pod)
+    except (msgspec.MsgspecError, RecursionError):
+        return Waiting()
+    gates = (pod.spec.gates if pod.spec else None) or []
+    conditions = (pod.status.conditions if pod.status else None) or []
+    waiting = next(
+        (each for each in conditions if (each.type, each.status) == ("PodScheduled", "False")),
+        _Condition(),
+    )
+    return Waiting(
+        tuple(each.name for each in gates[:_MAX_GATES]),
+        waiting.reason or "",
+        waiting.message or "",
+    )
+
+
+def _query(request: web.Request, known: tuple[str, ...]) -> dict[str, str]:
+    """Return the parameters of a request.
+
+    Raises:
+        _BadRequestError: one is not known.
+    """
+    if unknown_ones := sorted(set(request.query) - set(known)):
+        raise _BadRequestError(
+            f"unknown parameter {unknown_ones[0][:100]!a}; there are {', '.join(known)}"
+        )
+    return dict(request.query)
+
+
+def _wants_text(request: web.Request, query: dict[str, str]) -> bool:
+    """Tell whether the answer is to be plain text: ``format`` decides, otherwise ``Accept``."""
+    wanted = query.get("format", "")
+    if wanted and wanted not in _FORMATS:
+        raise _BadRequestError(f"format is {' or '.join(_FORMATS)}")
+    accept = ",".join(request.headers.getall(hdrs.ACCEPT, []))
+    return wanted == "text" if wanted else "text/plain" in accept
+
+
+def _answer(found: object, text: str | None, status: int = 200) -> web.Response:
+    headers = {hdrs.CACHE_CONTROL: "no-store", "X-Content-Type-Options": "nosniff"}
+    if text is not None:
+        return web.Response(status=status, text=text, headers=headers)
+    return web.Response(
+        status=status,
+        body=msgspec.json.encode(found),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def _error(status: int, text: str) -> web.Response:
+    return _answer({"error": text}, None, status)
