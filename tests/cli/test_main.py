@@ -105,7 +105,7 @@ def test_a_failure_is_one_line_and_status_1(
     assert capsys.readouterr().err == "vgpu-agent: the address is in use\n"
 
 
-@pytest.mark.parametrize("command", ["run", "status", "config", "sim", "demo", "version"])
+@pytest.mark.parametrize("command", ["run", "status", "why", "config", "sim", "demo", "version"])
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``--help`` exits 0; the commands that take options show examples."""
     with pytest.raises(SystemExit) as left:
@@ -121,11 +121,13 @@ def test_the_top_help_shows_every_command_and_examples(capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert all(
         command in shown
-        for command in ("run", "status", "config", "sim", "demo", "version", "examples:")
+        for command in ("run", "status", "why", "config", "sim", "demo", "version", "examples:")
     )
 
 
-@pytest.mark.parametrize("argv", [["version"], ["status", "--help"], ["config", "example"]])
+@pytest.mark.parametrize(
+    "argv", [["version"], ["status", "--help"], ["why", "--help"], ["config", "example"]]
+)
 def test_small_commands_do_not_load_the_agents_libraries(argv: list[str]) -> None:
     """``status`` in a shell loop on a busy node must not import a gRPC stack and an HTTP server."""
     program = (

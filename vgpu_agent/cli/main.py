@@ -35,6 +35,10 @@ _COMMANDS = {
         "vgpu_agent.cli.scheduler",
         "place pods on Nodes, as an extender of kube-scheduler",
     ),
+    "why": (
+        "vgpu_agent.cli.why",
+        "ask the scheduler extender why a pod does not start, or where its cards are",
+    ),
     "config": ("vgpu_agent.cli.config", "check, show, write or convert a configuration"),
     "mount-regions": (
         "vgpu_agent.cli.mount_regions",
