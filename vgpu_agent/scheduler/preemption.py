@@ -17,7 +17,7 @@ import msgspec
 
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.placement.nodes.book import CardsInUse, unwanted
-from vgpu_agent.placement.nodes.victims import Room, Victim, by_importance, choose_victims
+from vgpu_agent.placement.nodes.victims import Room, Verdicts, Victim, by_importance, choose_victims
 from vgpu_agent.scheduler.messages import (
     MetaPod,
     MetaVictims,
@@ -50,6 +50,7 @@ class _Preemptor(msgspec.Struct, frozen=True):
     uid: str
     facts: SchedulingFacts
     demand: Demand
+    verdicts: Verdicts
 
 
 class Preemption:
@@ -112,7 +113,7 @@ class Preemption:
             raise RequestRefusedError(f"pod {pod.full_name}: its priority cannot be read")
         if not pod.scheduling.may_preempt:
             return {}
-        preemptor = _Preemptor(pod.uid, pod.scheduling, wanted.demand)
+        preemptor = _Preemptor(pod.uid, pod.scheduling, wanted.demand, Verdicts())
         found: dict[str, MetaVictims] = {}
         for number, (name, proposal) in enumerate(proposals.items(), start=1):
             victims = self._on_node(name, proposal, preemptor)
@@ -139,6 +140,7 @@ class Preemption:
             view.hardware,
             view.taken,
             unwanted(preemptor.demand, view.hardware, view.uuids),
+            preemptor.verdicts,
         )
         if own := view.footprints.get(preemptor.uid):
             room.take_away(Victim(preemptor.uid, None, own))

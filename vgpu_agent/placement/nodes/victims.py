@@ -18,6 +18,7 @@ Pure functions on the state of one Node.
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -83,6 +84,21 @@ def by_importance(victim: Victim) -> tuple[int, float, str]:
     return -victim.priority, victim.started_at, victim.uid
 
 
+class Verdicts:
+    """Whether one demand fits on cards, as far as it was found out.
+
+    State: by hardware, cards that the pod cannot use, and what is taken of the others.
+    """
+
+    def __init__(self) -> None:
+        # the hardware itself is kept, so that no other one gets its id
+        self._known: dict[int, tuple[Hardware, dict[tuple[object, ...], bool]]] = {}
+
+    def of(self, hardware: Hardware) -> dict[tuple[object, ...], bool]:
+        """Return those for the cards of one kind of Nodes."""
+        return self._known.setdefault(id(hardware), (hardware, {}))[1]
+
+
 class Room:
     """The cards of a Node, from which pods are taken away and put back.
 
@@ -95,14 +111,18 @@ class Room:
         hardware: Hardware,
         taken: Sequence[Amounts],
         unwanted: Mapping[int, Reason],
+        verdicts: Verdicts | None = None,
     ) -> None:
-        """Begin with ``taken``; cards in ``unwanted`` are no use to the pod."""
+        """Begin with ``taken``; cards in ``unwanted`` are no use to the pod. Rooms for one demand
+        may share ``verdicts``.
+        """
         self._demand, self._hardware, self._unwanted = demand, hardware, unwanted
         self._taken = list(taken)
         # A single container fits where enough cards have room; of several, one may take what
         # another would have needed, so with fewer pods they may even fit worse.
         self.is_simple = len(demand.containers) == 1
-        self._verdicts: dict[tuple[object, ...], bool] = {}
+        self._most_cards = demand.most_cards
+        self._verdicts = (verdicts or Verdicts()).of(hardware)
         self._usable = [
             card.blocked is None and number not in unwanted
             for number, card in enumerate(hardware.cards)
@@ -115,44 +135,54 @@ class Room:
         """Free what a pod takes."""
         self._change(victim.footprint, -1)
 
-    def put_back(self, victim: Victim) -> None:
-        """Undo `take_away`."""
-        self._change(victim.footprint, 1)
+    def put_back(self, victim: Victim) -> bool:
+        """Undo `take_away`. Tell whether that may matter: not where the pod's cards are of no use
+        without it either.
+        """
+        return self._change(victim.footprint, 1)
 
-    def _change(self, footprint: Mapping[int, Amounts], sign: int) -> None:
+    def _change(self, footprint: Mapping[int, Amounts], sign: int) -> bool:
+        matters = False
         for card, (slots, memory, cores) in footprint.items():
-            before = self._taken[card]
+            had_slots, had_memory, had_cores = self._taken[card]
             self._taken[card] = (
-                before[0] + sign * slots,
-                before[1] + sign * memory,
-                before[2] + sign * cores,
+                had_slots + sign * slots,
+                had_memory + sign * memory,
+                had_cores + sign * cores,
             )
-            self._has_room[card] = self._fits_on(card)
+            if sign < 0 or self._has_room[card]:
+                self._has_room[card] = self._fits_on(card)
+                matters = True
+        return matters
 
     def _fits_on(self, number: int) -> bool:
-        """Tell whether the one container fits on a card (vgpu-manager §5.5)."""
-        if not self.is_simple or not self._usable[number]:
+        """Tell whether any container fits on a card (vgpu-manager §5.5)."""
+        if not self._usable[number]:
             return False
-        container, card = self._demand.containers[0], self._hardware.cards[number]
         slots, memory, cores = self._taken[number]
-        units = container.memory_units
-        wanted = card.memory_mib if units is None else units * self._hardware.memory_factor
-        free_cores = card.cores_percent - cores
-        return (
-            slots < card.slots
-            and wanted <= card.memory_mib - memory
-            and container.cores_percent <= free_cores
-            and free_cores > 0
-        )
+        card, factor = self._hardware.cards[number], self._hardware.memory_factor
+        free_memory, free_cores = card.memory_mib - memory, card.cores_percent - cores
+        if slots >= card.slots or free_cores <= 0:
+            return False
+        for container in self._demand.containers:
+            units = container.memory_units
+            wanted = card.memory_mib if units is None else units * factor
+            if wanted <= free_memory and container.cores_percent <= free_cores:
+                return True
+        return False
 
     def fits(self) -> bool:
         """Tell whether the pod fits now; the same as `allocate`, and faster."""
-        if self._is_hopeless:
+        if self._is_hopeless or sum(self._has_room) < self._most_cards:
             return False
         if not self.is_simple:
-            return self._known(tuple(self._taken))
-        if sum(self._has_room) < self._demand.containers[0].number:
-            return False
+            # Cards on which no container fits make no difference.
+            return self._known(
+                tuple(
+                    taken if has_room else None
+                    for taken, has_room in zip(self._taken, self._has_room, strict=True)
+                )
+            )
         if self._demand.topology_mode not in {NUMA_STRICT, LINK_STRICT}:
             return True
         return self._known(tuple(self._has_room))
@@ -253,19 +283,16 @@ def _orders(pool: Sequence[Victim], count: Count) -> Iterable[list[Victim]]:
         for card in victim.footprint:
             on_card[card] = on_card.get(card, 0) + 1
 
-    def first(victim: Victim) -> tuple[bool, bool, bool]:
-        return victim.uid not in violating, victim.deleting, victim.near
-
-    def crowd(victim: Victim) -> int:
-        return -max((on_card[card] for card in victim.footprint), default=0)
-
-    yield sorted(pool, key=lambda each: (*first(each), *by_importance(each)))
-    yield sorted(
-        pool,
-        key=lambda each: (
-            *first(each), -each.priority, crowd(each), each.started_at, each.uid
-        ),
-    )  # fmt: skip
+    plain, crowded = [], []
+    for victim in pool:
+        first = (victim.uid not in violating, victim.deleting, victim.near)
+        importance = by_importance(victim)
+        crowd = -max((on_card[card] for card in victim.footprint), default=0)
+        plain.append((first, importance, victim))
+        crowded.append((first, importance[0], crowd, importance, victim))
+    yield [victim for *_, victim in sorted(plain, key=operator.itemgetter(0, 1))]
+    if len(set(on_card.values())) > 1:
+        yield [victim for *_, victim in sorted(crowded, key=operator.itemgetter(0, 1, 2, 3))]
 
 
 def _least(room: Room, order: Sequence[Victim]) -> tuple[Victim, ...] | None:
@@ -280,8 +307,7 @@ def _least(room: Room, order: Sequence[Victim]) -> tuple[Victim, ...] | None:
         return None
     gone = []
     for victim in order:
-        room.put_back(victim)
-        if not room.fits():
+        if room.put_back(victim) and not room.fits():
             room.take_away(victim)
             gone.append(victim)
     for victim in gone:
