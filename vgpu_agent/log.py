@@ -58,6 +58,8 @@ _AT_WILL = frozenset(
         "web.not_accepted",
         "grpc.connection_closed",
         "registry.not_accepted",
+        "webhook.denied",
+        "webhook.unreadable",
     }
 )
 _MAX_AT_WILL = 20

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.families import FamilySettings
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.admission import AdmissionFamily, AdmissionOptions
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.families.plugin_files import PluginFile
     from vgpu_agent.families.scheduling import SchedulingFamily
@@ -278,6 +279,8 @@ class FamilySpec(msgspec.Struct, frozen=True):
             once, at the start.
         scheduling: its part in placing pods over Nodes; None where the extender does not place its
             pods.
+        admission: options → the rules for its new pods; None where the webhook has nothing to do.
+            It raises `ConfigError`.
     """
 
     settings: FamilySettings
@@ -302,6 +305,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
     reschedules: Callable[[Settings], bool] | None = None
     renamed: Callable[[Settings], Vocabulary] | None = None
     scheduling: SchedulingPart | None = None
+    admission: Callable[[AdmissionOptions], AdmissionFamily] | None = None
 
     @property
     def name(self) -> str:

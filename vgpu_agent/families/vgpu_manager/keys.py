@@ -17,6 +17,7 @@ DRIVER_VERSION_LABEL = "nvidia.com/node-driver-version"
 CUDA_VERSION_LABEL = "nvidia.com/node-cuda-version"
 CUDA_MAJOR_LABEL = "nvidia.com/node-cuda-major"
 CUDA_MINOR_LABEL = "nvidia.com/node-cuda-minor"
+IGNORE_WEBHOOK_LABEL = "vgpu-manager.io/ignore-webhook"
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -101,6 +102,16 @@ class Keys(msgspec.Struct, frozen=True):
     def topology_mode(self) -> str:
         """``none``, ``numa``, ``numa-strict``, ``link`` or ``link-strict``."""
         return self._key("device-topology-mode")
+
+    @property
+    def cross_pod(self) -> str:
+        """``true``: the pods of a gang get cards with links to each other; only for schedulers."""
+        return self._key("cross-pod-topology")
+
+    @property
+    def stuck_grace(self) -> str:
+        """How long cards are kept for the pod before it is bound; only for schedulers."""
+        return self._key("stuck-grace-period")
 
     @property
     def include_uuid(self) -> str:

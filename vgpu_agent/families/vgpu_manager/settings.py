@@ -29,6 +29,7 @@ FAMILY = "vgpu-manager"
 SECTION = "vgpuManager"
 # The longest that Kubernetes takes before the slash of an annotation or a label.
 _LONGEST_DOMAIN = 253
+_DOMAIN = r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*\Z"
 
 
 class Exporter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -86,9 +87,7 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     domain: Annotated[
         str,
         Meta(
-            pattern=(
-                r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*\Z"
-            ),
+            pattern=_DOMAIN,
             max_length=_LONGEST_DOMAIN,
             extra={"expected": "a DNS name in lower case such as nvidia.com"},
             description=(
@@ -192,6 +191,11 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     def excluded(self) -> Excluded:
         """The GPUs that no container gets."""
         return read_excluded(self.exclude_devices)
+
+
+def is_domain(text: str) -> bool:
+    """Tell whether the family's keys can have that domain."""
+    return len(text) <= _LONGEST_DOMAIN and re.match(_DOMAIN, text) is not None
 
 
 def static_mig_strategy(settings: Settings, vgpu: VgpuManager) -> tuple[str, str]:

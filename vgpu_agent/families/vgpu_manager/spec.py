@@ -48,6 +48,7 @@ from vgpu_agent.families.vgpu_manager.settings import (
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.admission import AdmissionFamily, AdmissionOptions
     from vgpu_agent.families.device_lists import ListOptions
     from vgpu_agent.families.scheduling import SchedulingFamily
     from vgpu_agent.families.spec import NodeFacts
@@ -134,6 +135,13 @@ def _exporter(settings: Settings) -> ExporterOptions | None:
     )
 
 
+def _admission(options: AdmissionOptions) -> AdmissionFamily:
+    # The agent on a node has no use for it.
+    from vgpu_agent.families.vgpu_manager.admission.family import build  # noqa: PLC0415
+
+    return build(options)
+
+
 def _node_config_path(settings: Settings) -> str:
     return settings.section(VgpuManager).node_config_file if settings.is_on(FAMILY) else ""
 
@@ -184,5 +192,6 @@ SPEC = FamilySpec(
     parts=(MIG_FAMILY,),
     exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,
+    admission=_admission,
     reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )

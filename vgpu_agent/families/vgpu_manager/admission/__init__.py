@@ -1,0 +1,1 @@
+"""The rules of vgpu-manager for new pods (vgpu-manager §6)."""

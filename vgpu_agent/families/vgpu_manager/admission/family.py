@@ -1,0 +1,204 @@
+"""The rules of vgpu-manager for new pods, as the webhook asks for them (`families.admission`).
+
+Beyond vgpu-manager's webhook (vgpu-manager §6), the keys of §4.2 are taken off wherever a new pod
+has them, and requests that no Node can ever serve are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.config.problems import shown
+from vgpu_agent.errors import ConfigError, RequestRefusedError, quoted
+from vgpu_agent.families.admission import AdmissionOptions, Judgement, LargestNode, PodChanges
+from vgpu_agent.families.vgpu_manager.admission import policies
+from vgpu_agent.families.vgpu_manager.keys import DEFAULT_DOMAIN, IGNORE_WEBHOOK_LABEL, Keys
+from vgpu_agent.families.vgpu_manager.requests import asks
+from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
+from vgpu_agent.families.vgpu_manager.scheduling.node_cards import read_cards
+from vgpu_agent.families.vgpu_manager.settings import is_domain
+from vgpu_agent.placement.nodes.cards import Unfit
+from vgpu_agent.pods import MIRROR_POD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.pods import Pod, PodContainer
+
+_WHOLE = 100  # percent of a card's compute
+_SHOWN = 40  # characters of a wrong word
+
+
+def build(options: AdmissionOptions) -> VgpuManagerAdmission:
+    """Return the rules under these options.
+
+    Raises:
+        ConfigError: a default is no word that schedulers know, or the domain is none.
+    """
+    domain = options.domain or DEFAULT_DOMAIN
+    keys, problems = Keys(domain), []
+    if not is_domain(domain):
+        problems.append(f"--domain: expected a DNS name in small letters, got {shown(domain)}")
+    given = (
+        ("--default-node-policy", keys.node_policy, options.node_policy),
+        ("--default-device-policy", keys.device_policy, options.device_policy),
+        ("--default-topology-mode", keys.topology_mode, options.topology_mode),
+    )
+    for flag, key, word in given:
+        rule = policies.rules(keys)[key]
+        if word and not rule.allows(word):
+            problems.append(f"{flag}: {rule.complaint(word)}")
+    if problems:
+        raise ConfigError(problems)
+    return VgpuManagerAdmission(keys, options)
+
+
+class VgpuManagerAdmission:
+    """See `AdmissionFamily`; no state of its own."""
+
+    def __init__(self, keys: Keys, options: AdmissionOptions) -> None:
+        self._keys, self._options = keys, options
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def changes(self, pod: Pod) -> PodChanges:
+        """Return the defaults, and that the keys of §4.2 go.
+
+        A pod that opts out gets no defaults, and neither does the mirror of a static pod, which the
+        kubelet has started already. They may have been written by anyone, so they bring no state
+        either.
+        """
+        annotations: dict[str, str | None] = dict.fromkeys(self._state_in(pod.annotations))
+        labels = dict.fromkeys(self._state_in(pod.labels))
+        if self._opts_out(pod) or MIRROR_POD in pod.annotations:
+            return PodChanges(annotations, labels)
+        limits = tuple(self._completed(container) for container in pod.containers)
+        numbers = [
+            filled.get(self._keys.number, container.limits.get(self._keys.number, 0))
+            for container, filled in zip(pod.containers, limits, strict=True)
+        ]
+        if not any(numbers) and not any(asks(one, self._keys) for one in pod.containers):
+            annotations |= {
+                key: None for key in self._defaulted_policies() if key in pod.annotations
+            }
+            return PodChanges(annotations, labels)
+        annotations |= {
+            key: word
+            for key, word in self._defaults(max(numbers)).items()
+            if word and not pod.annotations.get(key, "").strip()
+        }
+        return PodChanges(
+            annotations,
+            labels,
+            limits,
+            self._options.scheduler_name,
+            self._options.runtime_class,
+            needs_scheduler=True,
+        )
+
+    def _completed(self, container: PodContainer) -> dict[str, int]:
+        """Return the amounts that the container leaves open (vgpu-manager §6)."""
+        keys, limits = self._keys, container.limits
+        if not self._options.completes_limits or keys.number in container.unreadable:
+            return {}
+        others = (keys.cores, keys.memory)
+        open_ = not any(limits.get(key) or key in container.unreadable for key in others)
+        if limits.get(keys.number):
+            return {keys.cores: _WHOLE} if open_ else {}
+        return {} if open_ else {keys.number: 1}
+
+    def _defaulted_policies(self) -> tuple[str, ...]:
+        return (self._keys.node_policy, self._keys.device_policy, self._keys.topology_mode)
+
+    def _defaults(self, number: int) -> dict[str, str]:
+        options = self._options
+        words = (
+            options.node_policy,
+            options.device_policy,
+            options.topology_mode if number > 1 else "",
+        )
+        return dict(zip(self._defaulted_policies(), words, strict=True))
+
+    def _state_in(self, texts: Mapping[str, str]) -> Iterator[str]:
+        """Yield those keys that only schedulers and agents write, whether as annotations or as
+        labels.
+        """
+        keys = self._keys
+        yield from (key for key in (*keys.state_annotations, *keys.state_labels) if key in texts)
+
+    def _opts_out(self, pod: Pod) -> bool:
+        return pod.labels.get(IGNORE_WEBHOOK_LABEL) == "true"
+
+    # -- judgement ---------------------------------------------------------------------------------
+
+    def judge(self, pod: Pod, largest: LargestNode) -> Judgement:
+        """Return what no Node can ever serve, and state that `changes` would have taken off."""
+        where = f"pod {pod.full_name}"
+        forged = [*self._state_in(pod.annotations), *self._state_in(pod.labels)]
+        refusals = [
+            f"{where}: {key} is written by schedulers and by agents only; remove it from the pod"
+            for key in forged
+        ]
+        if self._opts_out(pod):
+            return Judgement(tuple(refusals))
+        if not any(asks(container, self._keys) for container in pod.containers):
+            return Judgement(tuple(refusals), tuple(self._in_vain(pod)))
+        refusals += [
+            f"{where}: annotation {key}: {rule.complaint(pod.annotations[key])}"
+            for key, rule in policies.rules(self._keys).items()
+            if not rule.allows(pod.annotations.get(key, ""))
+        ]
+        try:
+            wanted = read_demand(pod, self._keys)
+        except RequestRefusedError as err:
+            return Judgement((*refusals, str(err)), tuple(self._in_vain(pod)))
+        if wanted is not None:
+            contradictions = policies.contradictions(wanted.demand, self._keys)
+            refusals += [f"{where}: {problem}" for problem in contradictions]
+            refusals += self._too_large(pod, wanted.demand, wanted.names, largest)
+        return Judgement(tuple(refusals), tuple(self._in_vain(pod)))
+
+    def _too_large(
+        self, pod: Pod, demand: Demand, names: tuple[str, ...], largest: LargestNode
+    ) -> Iterator[str]:
+        keys = self._keys
+        for container, name in zip(demand.containers, names, strict=True):
+            place = f"pod {pod.full_name}, container {name}"
+            if 0 < largest.gpus < container.number:
+                yield (
+                    f"{place}: {keys.number} is {container.number}, and the largest Node has "
+                    f"{largest.gpus} GPUs; ask for at most {largest.gpus}"
+                )
+            if 0 < largest.memory_units < (container.memory_units or 0):
+                yield (
+                    f"{place}: {keys.memory} is {container.memory_units}, and the largest GPU has "
+                    f"{largest.memory_units}; ask for at most {largest.memory_units}, without Mi "
+                    "or Gi"
+                )
+
+    def _in_vain(self, pod: Pod) -> Iterator[str]:
+        keys = self._keys
+        for container in pod.containers:
+            if not asks(container, keys) and (
+                container.limits.get(keys.cores) or container.limits.get(keys.memory)
+            ):
+                yield (
+                    f"container {quoted(container.name, _SHOWN)} gets no GPU: it has "
+                    f"{keys.cores} or {keys.memory} and no {keys.number}"
+                )
+        mode = pod.annotations.get(keys.topology_mode, "").strip().lower()
+        crosses = policies.is_true(pod.annotations.get(keys.cross_pod, ""))
+        if crosses and not mode.startswith("link"):
+            yield f"{keys.cross_pod} has no effect without {keys.topology_mode}: link"
+
+    def size_of(self, node_annotations: Mapping[str, str]) -> LargestNode:
+        """Return the number of cards of a Node, whether healthy or not, and the largest memory."""
+        found = read_cards(node_annotations, 1, self._keys)
+        if isinstance(found, Unfit):
+            return LargestNode()
+        hardware = found.hardware
+        return LargestNode(
+            len(hardware.cards),
+            max(card.memory_mib for card in hardware.cards) // hardware.memory_factor,
+        )

@@ -1,0 +1,149 @@
+"""The words that users write on pods (vgpu-manager §4.1): which are known, and which contradict
+each other.
+
+Schedulers take an unknown word for ``none``, and the pod runs in another way than its owner
+believes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.config.suggestions import nearest
+from vgpu_agent.errors import listed, quoted
+from vgpu_agent.isolation.vgpu_control import ComputePolicy
+from vgpu_agent.placement.nodes.demand import PHYSICAL, VIRTUAL
+from vgpu_agent.placement.topology import MODES, NONE, POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from vgpu_agent.families.vgpu_manager.keys import Keys
+    from vgpu_agent.placement.nodes.demand import Demand
+
+_SHOWN = 40  # characters of a wrong word
+_SWITCH = ("true", "false")
+# Go's time.ParseDuration, without a sign
+_PART = re.compile(
+    r"(?P<number>[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})(?P<unit>ns|us|µs|μs|ms|s|m|h)"
+)
+_UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 0.001, "s": 1.0}
+_UNIT_SECONDS |= {"m": 60.0, "h": 3600.0}
+_LONGEST_DURATION = 64
+_LEAST_GRACE_SECONDS = 1.0
+_UUID = re.compile(r"gpu-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """The values that an annotation may have.
+
+    Attributes:
+        words: all of them, or examples.
+        accepts: tells whether a text in small letters is one.
+        expected: of which kind they are, for people.
+    """
+
+    words: tuple[str, ...]
+    accepts: Callable[[str], bool]
+    expected: str
+
+    def allows(self, text: str) -> bool:
+        """Tell whether schedulers know the text; one without letters counts as no annotation."""
+        low = text.strip().lower()
+        return not low or self.accepts(low)
+
+    def complaint(self, text: str) -> str:
+        """Return what is wrong with a text that is not allowed, and the remedy."""
+        guess = nearest(text.strip().lower(), self.words)
+        meant = f"; did you mean {guess}?" if guess else ""
+        return f"{quoted(text, _SHOWN)} is unknown, expected {self.expected}{meant}"
+
+
+def rules(keys: Keys) -> Mapping[str, Rule]:
+    """Return the rules by annotation."""
+    policy = _one_of(*POLICIES, NONE)
+    return {
+        keys.node_policy: policy,
+        keys.device_policy: policy,
+        keys.memory_policy: Rule(
+            (VIRTUAL, PHYSICAL),
+            lambda low: low.startswith(("virt", "phy")),
+            f"{VIRTUAL} or {PHYSICAL}",
+        ),
+        keys.topology_mode: _one_of(*MODES, NONE),
+        keys.cross_pod: _one_of(*_SWITCH),
+        keys.compute_policy: _one_of(*(policy.value for policy in ComputePolicy)),
+        keys.stuck_grace: Rule(
+            (),
+            lambda low: seconds_of(low) >= _LEAST_GRACE_SECONDS,
+            "a time of at least 1s, such as 30s or 2m",
+        ),
+    }
+
+
+def is_true(text: str) -> bool:
+    """Tell whether a switch is on."""
+    return text.strip().lower() == _SWITCH[0]
+
+
+def seconds_of(duration: str) -> float:
+    """Return the seconds in a duration as Go writes it (``1m30s``); -1 where it is none."""
+    place, seconds = 0, 0.0
+    while place < len(duration) <= _LONGEST_DURATION:
+        found = _PART.match(duration, place)
+        if found is None:
+            return -1.0
+        seconds += float(found["number"]) * _UNIT_SECONDS[found["unit"]]
+        place = found.end()
+    return seconds if place and place == len(duration) else -1.0
+
+
+def contradictions(demand: Demand, keys: Keys) -> Iterator[str]:
+    """Yield why no card at all can be what the pod wants, one sentence for each pair of
+    annotations.
+
+    A card must contain a text of the list to be included, and none of the other one. So nothing
+    remains if each text to be included has one in it that excludes it.
+    """
+    for include, exclude, included, excluded, has in (
+        (keys.include_type, keys.exclude_type, demand.include_types, demand.exclude_types, _has),
+        (
+            keys.include_uuid,
+            keys.exclude_uuid,
+            demand.include_uuids,
+            demand.exclude_uuids,
+            _has_text,
+        ),
+    ):
+        if included and all(any(has(text, other) for other in excluded) for text in included):
+            yield (
+                f"{exclude} excludes every GPU that {include} includes "
+                f"({quoted(listed(included), _SHOWN * 2)}); remove one of the two"
+            )
+    named = demand.include_uuids
+    number = max(container.number for container in demand.containers)
+    if named and all(map(_UUID.fullmatch, named)) and len(named) < number:
+        yield (
+            f"{keys.include_uuid} names {len(named)} GPUs, and a container asks for {number} "
+            f"({keys.number}); name as many, or ask for {len(named)}"
+        )
+
+
+def _one_of(*words: str) -> Rule:
+    return Rule(words, words.__contains__, f"{', '.join(words[:-1])} or {words[-1]}")
+
+
+def _has_text(text: str, part: str) -> bool:
+    return part in text
+
+
+def _has(text: str, part: str) -> bool:
+    """Tell whether each product name with ``text`` has ``part``, too. A part that cuts a number
+    does not count: our extender does not take ``a10`` for a part of ``a100``, vgpu-manager's does.
+    """
+    before = r"(?<![0-9])" if part[:1].isdecimal() else ""
+    after = r"(?![0-9])" if part[-1:].isdecimal() else ""
+    return re.search(before + re.escape(part) + after, text) is not None

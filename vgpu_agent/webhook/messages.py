@@ -1,0 +1,187 @@
+"""The messages between the API server and a webhook (``AdmissionReview`` of admission.k8s.io;
+vgpu-manager §6).
+
+Version v1 is what our webhook configurations ask for. Those of vgpu-manager ask for v1beta1, whose
+messages have the same form, so both are answered, each in its own version.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from vgpu_agent.errors import RequestRefusedError, quoted, shortened
+
+VERSIONS = ("admission.k8s.io/v1", "admission.k8s.io/v1beta1")
+_KIND = "AdmissionReview"
+_LONGEST_ERROR = 500
+_LONGEST_MESSAGE = 2000
+_LONGEST_WARNING = 240  # the API server cuts them at 256
+_MAX_WARNINGS = 8
+_FORBIDDEN, _BAD_REQUEST = 403, 400
+# The API server writes the request's UID before everything else of it.
+_UID = re.compile(rb'"uid"\s*:\s*"([0-9A-Za-z-]{1,128})"')
+_UID_WITHIN_BYTES = 1024
+
+Operation = dict[str, Any]
+"""One operation of a JSON Patch (RFC 6902)."""
+
+
+class _Group(msgspec.Struct):
+    group: str = ""
+    resource: str = ""
+
+
+class Request(msgspec.Struct, rename="camel"):
+    """A request to the API server that is to be reviewed.
+
+    Attributes:
+        uid: of the review, which the answer must have.
+        resource: of the object.
+        sub_resource: empty for the object itself.
+        namespace: of the object.
+        operation: ``CREATE`` and others.
+        object: as it is to be stored, in JSON.
+    """
+
+    uid: str = ""
+    resource: _Group = msgspec.field(default_factory=_Group)
+    sub_resource: str | None = None
+    namespace: str | None = None
+    operation: str = ""
+    object: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    @property
+    def is_new_pod(self) -> bool:
+        """Tell whether a pod is to be created."""
+        return (
+            self.operation == "CREATE"
+            and (self.resource.group, self.resource.resource) == ("", "pods")
+            and not self.sub_resource
+        )
+
+
+class Review(msgspec.Struct, rename="camel"):
+    """A review as it came, with everything in it that can be read.
+
+    Attributes:
+        version: of the message, one of `VERSIONS`.
+        uid: of the request; empty where not even that can be read.
+        request: the request; None where it cannot be used.
+        problem: why it cannot be used.
+    """
+
+    version: str = VERSIONS[0]
+    uid: str = ""
+    request: Request | None = None
+    problem: str = ""
+
+
+class _Envelope(msgspec.Struct, rename="camel"):
+    kind: str = ""
+    api_version: str = ""
+    request: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+class _Uid(msgspec.Struct):
+    uid: str = ""
+
+
+class _Status(msgspec.Struct):
+    code: int
+    message: str
+    status: str = "Failure"
+
+
+class _Response(msgspec.Struct, rename="camel", omit_defaults=True):
+    uid: str
+    allowed: bool
+    status: _Status | None = None
+    patch_type: str = ""
+    patch: bytes = b""
+    warnings: list[str] = msgspec.field(default_factory=list)
+
+
+class _Answer(msgspec.Struct, rename="camel"):
+    api_version: str
+    kind: str
+    response: _Response
+
+
+def read_review(body: bytes) -> Review:
+    """Decode a review; never raises."""
+    try:
+        envelope = msgspec.json.decode(body, type=_Envelope)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:
+        found = _UID.search(body[:_UID_WITHIN_BYTES])
+        return Review(
+            uid=found[1].decode() if found else "",
+            problem=f"no {_KIND}: {shortened(str(err), _LONGEST_ERROR)}",
+        )
+    review = Review()
+    if envelope.api_version in VERSIONS:
+        review.version = envelope.api_version
+    raw = bytes(envelope.request)
+    if raw not in {b"", b"null"}:
+        review.uid = _uid_in(raw)
+    try:
+        review.request = _request(envelope, raw)
+    except RequestRefusedError as err:
+        review.problem = str(err)
+    return review
+
+
+def _request(envelope: _Envelope, raw: bytes) -> Request:
+    if envelope.kind != _KIND or envelope.api_version not in VERSIONS:
+        raise RequestRefusedError(
+            f"expected {_KIND} of {' or '.join(VERSIONS)}, got {quoted(envelope.kind, 80)} of "
+            f"{quoted(envelope.api_version, 80)}; set admissionReviewVersions: [v1] in the webhook "
+            "configuration"
+        )
+    if raw in {b"", b"null"}:
+        raise RequestRefusedError(f"no request in the {_KIND}")
+    try:
+        return msgspec.json.decode(raw, type=Request)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:
+        raise RequestRefusedError(
+            f"the request of the {_KIND} cannot be read: {shortened(str(err), _LONGEST_ERROR)}"
+        ) from err
+
+
+def _uid_in(raw: bytes) -> str:
+    try:
+        return msgspec.json.decode(raw, type=_Uid).uid
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+
+
+def allowed(
+    review: Review, patch: list[Operation] | None = None, warnings: tuple[str, ...] = ()
+) -> bytes:
+    """Return the answer that lets the request pass, changed by ``patch``."""
+    response = _Response(
+        review.uid,
+        allowed=True,
+        warnings=[shortened(text, _LONGEST_WARNING) for text in warnings[:_MAX_WARNINGS]],
+    )
+    if patch:
+        response.patch_type, response.patch = "JSONPatch", msgspec.json.encode(patch)
+    return _encoded(review, response)
+
+
+def denied(review: Review, reason: str, *, malformed: bool = False) -> bytes:
+    """Return the answer that refuses the request.
+
+    Args:
+        review: the review.
+        reason: the sentence that its user sees.
+        malformed: the request could not be read.
+    """
+    status = _Status(_BAD_REQUEST if malformed else _FORBIDDEN, shortened(reason, _LONGEST_MESSAGE))
+    return _encoded(review, _Response(review.uid, allowed=False, status=status))
+
+
+def _encoded(review: Review, response: _Response) -> bytes:
+    return msgspec.json.encode(_Answer(review.version, _KIND, response))
