@@ -230,3 +230,7 @@ class CdiError(AgentError):
     """A CDI spec of the node's devices cannot be generated, decoded, written or removed, or fails
     the checks.
     """
+
+
+class CertificateError(AgentError):
+    """A certificate or its key cannot be used. Neither is part of the message."""

@@ -68,6 +68,16 @@ def events_path(namespace: str) -> str:
     return f"/api/v1/namespaces/{namespace}/events"
 
 
+def secret_path(namespace: str, name: str) -> str:
+    """The Secret of that name; without a name, the Secrets of the namespace."""
+    return f"/api/v1/namespaces/{namespace}/secrets{f'/{name}' if name else ''}"
+
+
+def webhook_configuration_path(kind: str, name: str) -> str:
+    """The configuration of that name; ``kind`` is ``mutating`` or ``validating``."""
+    return f"/apis/admissionregistration.k8s.io/v1/{kind}webhookconfigurations/{name}"
+
+
 def timestamp(unix_seconds: float) -> str:
     """The time as ``metav1.Time`` has it: RFC 3339, UTC, whole seconds."""
     return dt.datetime.fromtimestamp(int(unix_seconds), dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

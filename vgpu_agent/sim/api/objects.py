@@ -49,6 +49,16 @@ KINDS = {
         Kind("configmaps", "ConfigMap"),
         Kind("events", "Event"),
         Kind("poddisruptionbudgets", "PodDisruptionBudget", "policy/v1", has_status=True),
+        Kind("secrets", "Secret"),
+        *(
+            Kind(
+                f"{kind.lower()}webhookconfigurations",
+                f"{kind}WebhookConfiguration",
+                "admissionregistration.k8s.io/v1",
+                namespaced=False,
+            )
+            for kind in ("Mutating", "Validating")
+        ),
     )
 }
 

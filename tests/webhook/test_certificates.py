@@ -1,0 +1,129 @@
+"""The certificates that the webhook makes for itself, as clients of other libraries see them."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vgpu_agent.errors import CertificateError
+from vgpu_agent.webhook import certificates
+from vgpu_agent.webhook.certificates import Certified
+
+NAMES = ("hook.ns.svc", "hook.ns")
+DAY = 86400.0
+NOW = time.time()
+FIRST = certificates.made(NAMES, NOW)
+_BEGIN = b"-----BEGIN CERTIFICATE-----"
+
+
+def connected(server: ssl.SSLContext, authorities: bytes, name: str) -> str:
+    """Shake hands over memory; the client's error, empty where it trusts the server."""
+    client = ssl.create_default_context(cadata=authorities.decode())
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    one = client.wrap_bio(to_client, to_server, server_hostname=name)
+    other = server.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(5):
+        for side in (one, other):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as err:
+                return err.verify_message
+    assert one.version() == "TLSv1.3"
+    return ""
+
+
+def test_a_client_trusts_the_server_by_its_authority() -> None:
+    """Under each of the names, and no other."""
+    context = certificates.context_of(FIRST)
+    assert [connected(context, FIRST.authorities, name) for name in NAMES] == ["", ""]
+    assert "hostname" in connected(context, FIRST.authorities, "other.ns.svc").lower()
+    stranger = certificates.made(NAMES, NOW)
+    assert "unable to get" in connected(context, stranger.authorities, NAMES[0])
+
+
+def test_a_new_certificate_is_trusted_by_those_who_know_the_authority() -> None:
+    """So a renewal is no change for the API server."""
+    later = NOW + 61 * DAY
+    assert not certificates.is_due(FIRST, NOW + 59 * DAY)
+    assert certificates.is_due(FIRST, later)
+    second = certificates.made(NAMES, later, FIRST)
+    assert second.authorities == FIRST.authorities
+    assert second.certificate != FIRST.certificate
+    assert certificates.expires_at(second) == pytest.approx(later + 90 * DAY, abs=2)
+    assert certificates.problem(second, NAMES, later) == ""
+
+
+def test_a_new_authority_is_followed_by_the_one_before() -> None:
+    """Replicas that still serve the older certificate stay trusted."""
+    old = certificates.made(NAMES, NOW - 9.2 * 365 * DAY)
+    assert certificates.is_due(old, NOW)
+    before = certificates.made(NAMES, NOW - 85 * DAY, old)  # of the old authority
+    after = certificates.made(NAMES, NOW, before)
+    assert after.authorities.count(_BEGIN) == 2
+    assert after.authorities.endswith(old.authorities)
+    for served in (before, after):
+        assert connected(certificates.context_of(served), after.authorities, NAMES[0]) == ""
+
+
+def test_an_authority_that_has_expired_is_forgotten() -> None:
+    """It would only make the bundle longer."""
+    old = certificates.made(NAMES, NOW - 11 * 365 * DAY)
+    assert certificates.made(NAMES, NOW, old).authorities.count(_BEGIN) == 1
+
+
+OTHER = certificates.made(NAMES, NOW)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, ""),
+        ({"certificate": b""}, "it cannot be read: "),
+        ({"authorities": b"x"}, "it cannot be read: "),
+        ({"key": b"\0"}, "it cannot be read: "),
+        ({"authority_key": b""}, "it cannot be read: "),
+        ({"key": OTHER.key}, "its key is another one's"),
+        ({"authority_key": OTHER.authority_key}, "the key of its authority is another one's"),
+        ({"authorities": OTHER.authorities}, "its authority has not signed it"),
+        ({"certificate": OTHER.certificate}, "its authority has not signed it"),
+    ],
+)
+def test_what_cannot_be_used_is_named(change: dict[str, bytes], problem: str) -> None:
+    """Before a server fails with it; somebody may have edited the Secret."""
+    found = certificates.problem(msgspec.structs.replace(FIRST, **change), NAMES, NOW)
+    assert found.startswith(problem)
+    assert bool(found) == bool(problem)
+
+
+def test_names_and_times_are_checked() -> None:
+    """A Service may be renamed, and a replica may have been off for a year."""
+    assert certificates.problem(FIRST, ("new.ns.svc", *NAMES), NOW) == "it is not for new.ns.svc"
+    assert certificates.problem(FIRST, NAMES, NOW + 91 * DAY) == "it has expired"
+
+
+def test_what_cannot_be_made_is_one_error() -> None:
+    """Of ours, without the key."""
+    with pytest.raises(CertificateError, match="no certificate can be made"):
+        certificates.made(("später.svc",), NOW)
+    with pytest.raises(CertificateError, match="no certificate can be made"):
+        certificates.made(NAMES, NOW, Certified(b"", b"", b"", b""))
+    with pytest.raises(CertificateError, match="cannot be used"):
+        certificates.context_of(msgspec.structs.replace(FIRST, key=OTHER.key))
+
+
+def test_openssl_agrees(tmp_path: Path) -> None:
+    """An independent reader: the chain is right, and the extensions are what they should be."""
+    authorities, certificate = tmp_path / "ca.pem", tmp_path / "crt.pem"
+    authorities.write_bytes(FIRST.authorities)
+    certificate.write_bytes(FIRST.certificate)
+    command = ["openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-CAfile"]
+    done = subprocess.run([*command, authorities, certificate], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr

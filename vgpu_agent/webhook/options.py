@@ -1,0 +1,74 @@
+"""How the webhook runs; `cli` makes these of its flags."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vgpu_agent.webhook.new_pod import Pinned
+
+# A pod with 1.5 MiB, as large as etcd takes, comes twice where it is changed, and in JSON.
+MAX_BODY_BYTES = 8 * 1024 * 1024
+
+
+class OwnCertificateOptions(msgspec.Struct, frozen=True):
+    """Where the webhook's own certificate is kept, and for whom it is.
+
+    Attributes:
+        namespace: of the Secret and of the Service.
+        secret: the name of the Secret.
+        service: the name of the Service by which the API server calls.
+        configurations: the names of the webhook configurations that call it.
+    """
+
+    namespace: str
+    secret: str
+    service: str
+    configurations: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The Service's names; the API server uses the first one."""
+        short = f"{self.service}.{self.namespace}"
+        return (f"{short}.svc", short, f"{short}.svc.cluster.local")
+
+
+class CertificateFiles(msgspec.Struct, frozen=True):
+    """A certificate that something else renews, such as cert-manager.
+
+    Attributes:
+        certificate: a file in PEM, with its chain.
+        key: a file in PEM.
+    """
+
+    certificate: str
+    key: str
+
+
+class Options(msgspec.Struct, frozen=True):
+    """How the webhook runs.
+
+    Attributes:
+        certificate: where the server's certificate comes from.
+        host: the address to listen on; empty for all of the machine.
+        port: the port; 0 takes a free one.
+        pinned: what becomes of ``spec.nodeName`` of pods that a scheduler must place.
+        watches_nodes: refuse requests that are larger than the largest Node there is.
+        least_largest_node: GPUs of a Node that the cluster may get; a request of as many is never
+            refused for its number.
+        max_body_bytes: of a review.
+        body_seconds: how long a review may take to arrive.
+        drain_seconds: how long the server goes on after a signal to stop, so that the Service
+            forgets it first.
+        stop_seconds: how long answers under way may take after that.
+    """
+
+    certificate: CertificateFiles | OwnCertificateOptions
+    host: str = ""
+    port: int = 9443
+    pinned: Pinned = Pinned.AFFINITY
+    watches_nodes: bool = True
+    least_largest_node: int = 0
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_seconds: float = 10.0
+    drain_seconds: float = 5.0
+    stop_seconds: float = 10.0

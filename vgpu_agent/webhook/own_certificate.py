@@ -1,0 +1,340 @@
+"""The webhook's own certificate: made once for all replicas, kept in a Secret, renewed before it
+expires, and written into the webhook configurations so that the API server trusts it.
+
+Replicas agree through the Secret: each write names the version that it replaces, and of two that
+write at once, one is refused and reads what the other has written. A round compares what there is
+with what there should be, and changes the difference only. So it does not matter after which step
+the process ends, or what somebody else has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vgpu_agent.cluster.api import secret_path, webhook_configuration_path
+from vgpu_agent.errors import AgentError, CertificateError, ClusterError, listed, shortened
+from vgpu_agent.log import ChangeFilter
+from vgpu_agent.webhook import certificates
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.webhook.certificates import Certified
+    from vgpu_agent.webhook.options import OwnCertificateOptions
+
+# How often Secret and configurations are compared, and how soon a failed round is repeated.
+LOOK_SECONDS, RETRY_SECONDS = 30.0, 5.0
+# A failure that goes on is logged again after this time.
+_AGAIN_SECONDS = 3600.0
+_CONFLICT, _NOT_FOUND = 409, 404
+# Each conflict means that another replica has written, and there are two or three.
+_MAX_TRIES = 5
+_LONGEST_ERROR = 500
+KINDS = ("mutating", "validating")
+# The keys in the Secret.
+_AUTHORITIES, _AUTHORITY_KEY, _CERTIFICATE, _KEY = "ca.crt", "ca.key", "tls.crt", "tls.key"
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+
+
+class _Secret(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+    data: dict[str, str] | None = None
+
+
+class OwnCertificate:
+    """See the module; `run` is the loop, `context` is for each new connection.
+
+    State: the certificate in use. Until the first round has succeeded, it is one that no other
+    replica has, so that probes are answered.
+
+    Attributes:
+        trouble: why the API server cannot call; empty once it can. A later failure does not count
+            while the certificate in use is valid.
+    """
+
+    def __init__(
+        self,
+        options: OwnCertificateOptions,
+        api: Api,
+        *,
+        journal: Journal,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Make a certificate for the time until the Secret has been read.
+
+        Raises:
+            CertificateError: the name of the Service cannot be one in a certificate.
+        """
+        self._options, self._api, self._journal, self._clock = options, api, journal, clock
+        self._in_use = certificates.made(options.names, clock())
+        self._context = certificates.context_of(self._in_use)
+        self._is_published = False
+        self.trouble = "the certificate has not been agreed upon with the other replicas yet"
+        self._failures = ChangeFilter(again_seconds=_AGAIN_SECONDS)
+
+    async def context(self) -> ssl.SSLContext:
+        """Return the TLS context for the next connection."""
+        return self._context
+
+    @property
+    def expires_at(self) -> float:
+        """The unix seconds at which the certificate in use expires."""
+        return certificates.expires_at(self._in_use)
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Keep Secret and configurations as they should be, until cancelled; ``beat`` is called in
+        each round.
+        """
+        while True:
+            beat()
+            try:
+                await self.round()
+            except AgentError as err:
+                self._failed(str(err))
+                pause = max(RETRY_SECONDS, getattr(err, "retry_after_seconds", 0.0))
+                await asyncio.sleep(min(pause, LOOK_SECONDS))
+            else:
+                self._failures.over("round")
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def _failed(self, error: str) -> None:
+        if not self._is_published:
+            self.trouble = error
+        if self._failures.is_new("round", error, now=self._clock()):
+            self._journal.record(
+                "webhook.certificate_failed",
+                level="warning",
+                error=shortened(error, _LONGEST_ERROR),
+                in_use_until=int(self.expires_at),
+            )
+
+    async def round(self) -> None:
+        """Make Secret, configurations and the server agree.
+
+        Raises:
+            ClusterError: the API server did not answer, or refused.
+            CertificateError: no certificate can be made.
+        """
+        stored = await self._stored()
+        if self._may_be_served_at_once(stored):
+            await self._serve(stored)
+        wanted = [(kind, name) for name in self._options.configurations for kind in KINDS]
+        found = [await self._publish(kind, name, stored.authorities) for kind, name in wanted]
+        if not any(found):
+            raise ClusterError(
+                f"there is no webhook configuration {listed(self._options.configurations)}, so the "
+                "API server never calls; apply components/webhook, or correct "
+                "--webhook-configurations"
+            )
+        await self._serve(stored)
+        self._is_published, self.trouble = True, ""
+
+    def _may_be_served_at_once(self, stored: Certified) -> bool:
+        """Tell whether the API server trusts a certificate as far as it trusts the present one.
+
+        One with a new authority waits until the configurations have that, unless nothing that the
+        API server trusts is served anyway.
+        """
+        return not self._is_published or stored.authorities == self._in_use.authorities
+
+    async def _serve(self, stored: Certified) -> None:
+        if stored != self._in_use:
+            self._context = await asyncio.to_thread(certificates.context_of, stored)
+            self._in_use = stored
+            self._journal.record("webhook.certificate_in_use", until=int(self.expires_at))
+
+    # -- the Secret --------------------------------------------------------------------------------
+
+    async def _stored(self) -> Certified:
+        """Return the certificate in the Secret, after it was made or renewed where it had to be."""
+        for _ in range(_MAX_TRIES):
+            secret = await self._read()
+            found = _certified(secret.data or {})
+            now, names = self._clock(), self._options.names
+            if found is None:
+                wanted = self._in_use  # made at the start, and nowhere else
+                if certificates.is_due(wanted, now):
+                    wanted = await asyncio.to_thread(certificates.made, names, now)
+            elif problem := await asyncio.to_thread(certificates.problem, found, names, now):
+                self._journal.record(
+                    "webhook.certificate_unusable",
+                    level="warning",
+                    secret=f"{self._options.namespace}/{self._options.secret}",
+                    reason=problem,
+                    remedy="it is replaced by a new one",
+                )
+                wanted = await self._replacement(found)
+            elif certificates.is_due(found, now):
+                wanted = await asyncio.to_thread(certificates.made, names, now, found)
+            else:
+                return found
+            try:
+                await self._write(secret, wanted)
+            except ClusterError as err:
+                if err.status != _CONFLICT:
+                    raise
+            else:
+                self._journal.record(
+                    "webhook.certificate_made", until=int(certificates.expires_at(wanted))
+                )
+                return wanted
+        raise ClusterError(
+            f"Secret {self._options.namespace}/{self._options.secret} is written by others all the "
+            "time; look for a program that restores it"
+        )
+
+    async def _replacement(self, found: Certified) -> Certified:
+        """Return a certificate in the place of one that cannot be used, by the same authority if
+        that can still sign.
+        """
+        now, names = self._clock(), self._options.names
+        with contextlib.suppress(CertificateError):
+            wanted = await asyncio.to_thread(certificates.made, names, now, found)
+            if not certificates.problem(wanted, names, now):
+                return wanted
+        return await asyncio.to_thread(certificates.made, names, now)
+
+    async def _read(self) -> _Secret:
+        path = secret_path(self._options.namespace, self._options.secret)
+        try:
+            raw = await self._api.get(path)
+        except ClusterError as err:
+            if err.status == _NOT_FOUND:
+                return _Secret()
+            raise
+        secret: _Secret = _decoded(raw, _Secret, path)
+        return secret
+
+    async def _write(self, secret: _Secret, wanted: Certified) -> None:
+        options = self._options
+        data = {
+            key: base64.b64encode(pem).decode()
+            for key, pem in (
+                (_AUTHORITIES, wanted.authorities),
+                (_AUTHORITY_KEY, wanted.authority_key),
+                (_CERTIFICATE, wanted.certificate),
+                (_KEY, wanted.key),
+            )
+        }
+        if version := secret.metadata.resource_version:
+            await self._api.patch(
+                secret_path(options.namespace, options.secret),
+                {"metadata": {"resourceVersion": version}, "data": data},
+            )
+            return
+        await self._api.post(
+            secret_path(options.namespace, ""),
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": options.secret, "namespace": options.namespace},
+                "type": "Opaque",
+                "data": data,
+            },
+        )
+
+    # -- the configurations ------------------------------------------------------------------------
+
+    async def _publish(self, kind: str, name: str, authorities: bytes) -> bool:
+        """Let the API server trust these authorities where it calls this Service; tell whether
+        there is such a configuration, since an operator may want only one of the two kinds.
+        """
+        path = webhook_configuration_path(kind, name)
+        bundle = base64.b64encode(authorities).decode()
+        for _ in range(_MAX_TRIES):
+            try:
+                raw = await self._api.get(path)
+            except ClusterError as err:
+                if err.status == _NOT_FOUND:
+                    return False
+                raise
+            found = _decoded(raw, dict[str, Any], path)
+            webhooks, ours, changed = self._with_bundle(found.get("webhooks"), bundle)
+            if not ours:
+                raise ClusterError(
+                    f"no webhook of {kind} configuration {name} calls Service "
+                    f"{self._options.namespace}/{self._options.service}; apply "
+                    "components/webhook again, or correct --service-name or "
+                    "--webhook-configurations"
+                )
+            if not changed:
+                return True
+            version = (found.get("metadata") or {}).get("resourceVersion", "")
+            try:
+                await self._api.patch(
+                    path, {"metadata": {"resourceVersion": version}, "webhooks": webhooks}
+                )
+            except ClusterError as err:
+                if err.status != _CONFLICT:
+                    raise
+            else:
+                self._journal.record("webhook.authority_published", configuration=name, kind=kind)
+                return True
+        raise ClusterError(
+            f"{kind} configuration {name} is written by others all the time; look for a program "
+            "that restores it"
+        )
+
+    def _with_bundle(self, webhooks: object, bundle: str) -> tuple[list[Any], bool, bool]:
+        """Return all webhooks, ours with ``bundle``; whether one is ours; whether one has changed.
+
+        A merge patch replaces a list as a whole, so the others are in it as they are.
+        """
+        after: list[Any] = []
+        ours = changed = False
+        for webhook in webhooks if isinstance(webhooks, list) else ():
+            found = webhook if isinstance(webhook, dict) else {}
+            client = found.get("clientConfig") or {}
+            service = client.get("service") or {}
+            if (service.get("namespace"), service.get("name")) != (
+                self._options.namespace,
+                self._options.service,
+            ):
+                after.append(webhook)
+                continue
+            ours = True
+            if client.get("caBundle") == bundle:
+                after.append(webhook)
+                continue
+            changed = True
+            after.append({**found, "clientConfig": {**client, "caBundle": bundle}})
+        return after, ours, changed
+
+
+def _certified(data: Mapping[str, str]) -> Certified | None:
+    """Return the certificate in a Secret, empty texts for what cannot be decoded; None where there
+    is nothing of one.
+    """
+    keys = (_AUTHORITIES, _AUTHORITY_KEY, _CERTIFICATE, _KEY)
+    if not any(data.get(key) for key in keys):
+        return None
+    found = []
+    for key in keys:
+        try:
+            found.append(base64.b64decode(data.get(key, ""), validate=True))
+        except binascii.Error:
+            found.append(b"")
+    return certificates.Certified(*found)
+
+
+def _decoded(raw: bytes, form: Any, path: str) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=form)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:
+        # without its cause, which may quote a Secret
+        raise ClusterError(
+            f"GET {path}: the API server's answer is no such object ({type(err).__name__})"
+        ) from None
