@@ -40,6 +40,10 @@ _COMMANDS = {
         "ask the scheduler extender why a pod does not start, or where its cards are",
     ),
     "config": ("vgpu_agent.cli.config", "check, show, write or convert a configuration"),
+    "webhook": (
+        "vgpu_agent.cli.webhook",
+        "complete and check new pods that ask for shares of GPUs, as an admission webhook",
+    ),
     "mount-regions": (
         "vgpu_agent.cli.mount_regions",
         "mount small file systems in memory for the files that containers write their use to",
