@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import yaml
+
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
 from vgpu_agent.cluster.recreation import TRIES
 from vgpu_agent.cluster.reviews import ACCESS_REVIEWS, TOKEN_REVIEWS
@@ -100,17 +102,22 @@ def test_only_the_agents_pod_gets_the_token(objects: dict[str, Any], pod: Any) -
 
 
 def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: Any) -> None:
-    """The rules reach the agent and no other account."""
-    account = {
-        "kind": "ServiceAccount",
-        "name": objects["ServiceAccount"]["metadata"]["name"],
-        "namespace": NAME,
-    }
-    assert pod["serviceAccountName"] == account["name"]
+    """The rules reach the agent and no other account; those of a component with an account of its
+    own reach that one.
+    """
+    agent = objects["ServiceAccount"]["metadata"]["name"]
+    assert pod["serviceAccountName"] == agent
     files = [path.relative_to(MANIFESTS) for path in MANIFESTS.rglob("rbac.yaml")]
-    assert len(files) == 5
+    assert len(files) >= 5
     for file in files:
         documents = documents_of(str(file))
+        own = MANIFESTS / file.with_name("serviceaccount.yaml")
+        (name,) = (
+            [document["metadata"]["name"] for document in yaml.safe_load_all(own.read_text())]
+            if own.exists()
+            else [agent]
+        )
+        account = {"kind": "ServiceAccount", "name": name, "namespace": NAME}
         for role, binding in zip(documents[::2], documents[1::2], strict=True):
             assert binding["kind"] == role["kind"] + "Binding"
             assert binding["roleRef"] == {
