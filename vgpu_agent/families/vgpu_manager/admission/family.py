@@ -1,7 +1,7 @@
 """The rules of vgpu-manager for new pods, as the webhook asks for them (`families.admission`).
 
-Beyond vgpu-manager's webhook (vgpu-manager §6), the keys of §4.2 are taken off wherever a new pod
-has them, and requests that no Node can ever serve are refused.
+Beyond what vgpu-manager's webhook does (vgpu-manager §6), state is taken off wherever a new pod has
+some (vgpu-manager §4.2), and requests that no Node can ever serve are refused.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class VgpuManagerAdmission:
     # -- changes -----------------------------------------------------------------------------------
 
     def changes(self, pod: Pod) -> PodChanges:
-        """Return the defaults, and that the keys of §4.2 go.
+        """Return the defaults, and that all state goes (vgpu-manager §4.2).
 
         A pod that opts out gets no defaults, and neither does the mirror of a static pod, which the
         kubelet has started already. They may have been written by anyone, so they bring no state
