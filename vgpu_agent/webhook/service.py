@@ -23,11 +23,10 @@ from vgpu_agent.cluster.reflector import Reflector, Scope
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.admission import LargestNode
-from vgpu_agent.families.spec import ExporterOptions
 from vgpu_agent.journal import Journal
 from vgpu_agent.web.address import Address, bind
+from vgpu_agent.web.certificate import Certificate
 from vgpu_agent.web.connections import Connections, bounded
-from vgpu_agent.web.exporter import Certificate
 from vgpu_agent.webhook.options import CertificateFiles, OwnCertificateOptions
 from vgpu_agent.webhook.review import MUTATE, VALIDATE, Reviewer
 
@@ -229,14 +228,14 @@ class Service:
         if self._own is not None:
             return self._own.context
         files = cast("CertificateFiles", self._options.certificate)
-        options = ExporterOptions(
-            address,
-            "--server-bind-port",
-            certificate_file=files.certificate,
-            key_file=files.key,
-            tls_flags="--cert-dir, --tls-cert-name and --tls-key-name",
+        certificate = await asyncio.to_thread(
+            Certificate,
+            files.certificate,
+            files.key,
+            listen=address,
+            flags="--cert-dir, --tls-cert-name and --tls-key-name",
+            clock=time.monotonic,
         )
-        certificate = await asyncio.to_thread(Certificate, options, time.monotonic)
         return certificate.context
 
     # -- HTTP --------------------------------------------------------------------------------------
