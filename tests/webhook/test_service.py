@@ -187,7 +187,7 @@ async def test_files_are_read_again_when_they_change(
     """cert-manager renews them; without Nodes and a certificate of its own, the webhook needs no
     API server. vgpu-manager:D3.
     """
-    monkeypatch.setattr("vgpu_agent.web.exporter.CERTIFICATE_SECONDS", 0.0)
+    monkeypatch.setattr("vgpu_agent.web.certificate.CERTIFICATE_SECONDS", 0.0)
     files, authorities = await asyncio.to_thread(write, tmp_path)
     options = Options(files, host="127.0.0.1", port=0, watches_nodes=False, **QUICK_STOP)
     async with serving(options) as found:

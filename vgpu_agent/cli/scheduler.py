@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     )
 
     def add(flag: str, metavar: str, text: str, default: object = "", **more: Any) -> None:
-        shown = f" (default {default})" if default not in {"", False} else ""
+        shown = f" (default {default})" if default and not isinstance(default, float) else ""
         parser.add_argument(flag, metavar=metavar, default=default, help=text + shown, **more)
 
     def add_switch(flag: str, text: str) -> None:
@@ -72,6 +72,14 @@ def add_parser(subparsers: Any) -> None:
     add("--scheduler-name", "NAME", "the source of its events", "vgpu-scheduler")
     add("--server-bind-address", "ADDRESS", "the address to listen on", "127.0.0.1")
     add("--server-bind-port", "PORT", "the port to listen on", 3456, type=_port)
+    add(
+        "--probe-bind-port",
+        "PORT",
+        "a second port, on all addresses, for /healthz, /readyz, /version and /metrics alone "
+        "(default 0: none)",
+        0,
+        type=_port,
+    )
     add_switch("--enable-tls", "serve HTTPS; needs both files")
     add("--tls-cert-file", "FILE", "the certificate with its chain, in PEM")
     add("--tls-key-file", "FILE", "its private key, in PEM")
@@ -200,6 +208,7 @@ def _options(arguments: argparse.Namespace, environment: Mapping[str, str]) -> A
         event_source=arguments.scheduler_name,
         pod_namespace=pod_namespace,
         pod_name=pod_name if lease else "",
+        probe_port=arguments.probe_bind_port or None,
     )
 
 

@@ -106,6 +106,8 @@ class Options(msgspec.Struct, frozen=True):
         event_source: the component that events on pods name.
         pod_namespace: of the pod in which the extender runs.
         pod_name: its name; its label says whether the extender leads. Empty: no label is written.
+        probe_port: a second port for probes and metrics alone, on all addresses, so that the
+            kubelet and Prometheus reach them where ``host`` is a loopback address; None for none.
     """
 
     host: str = "127.0.0.1"
@@ -118,6 +120,7 @@ class Options(msgspec.Struct, frozen=True):
     event_source: str = "vgpu-scheduler"
     pod_namespace: str = ""
     pod_name: str = ""
+    probe_port: int | None = None
 
 
 class _Objects(Generic[T]):
@@ -158,6 +161,7 @@ class Service:
 
     Attributes:
         address: ``host:port``, once it listens.
+        probe_port: the port for probes and metrics, once it listens; 0 for none.
     """
 
     def __init__(
@@ -239,6 +243,7 @@ class Service:
         )
         self._stopping = asyncio.Event()
         self.address = ""
+        self.probe_port = 0
 
     def stop(self) -> None:
         """Let `run` end."""
@@ -265,6 +270,7 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=_STOP_SECONDS)
+        probes = web.AppRunner(self._probes(), access_log=None, shutdown_timeout=_STOP_SECONDS)
         try:
             async with Supervisor(
                 backoff_min_seconds=_BACKOFF_MIN_SECONDS, backoff_max_seconds=_BACKOFF_MAX_SECONDS
@@ -283,6 +289,7 @@ class Service:
                     stuck_after_seconds=_STUCK_SECONDS,
                 )
                 await self._listen(runner, await certificate.context() if certificate else None)
+                await self._listen_for_probes(probes)
                 self._start_lease(supervisor)
                 await self._stopping.wait()
             # Only now: a bind under way must not meet the one of the next leader.
@@ -291,6 +298,7 @@ class Service:
                 await self._leadership.give_back()
         finally:
             await runner.cleanup()
+            await probes.cleanup()
             await self._client.close()
 
     def _start_watch(self, supervisor: Supervisor, name: str, reflector: Reflector[T]) -> None:
@@ -372,18 +380,15 @@ class Service:
 
     async def _listen(self, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
         host, port = self._options.host, self._options.port
-        await runner.setup()
-        site = web.TCPSite(runner, host, port, ssl_context=tls)
-        try:
-            await site.start()
-        except OSError as err:
-            raise ListenError(
-                f"cannot listen on {host}:{port}: {err.strerror or err}; choose another "
-                "--server-bind-port, or stop the program that has this one"
-            ) from err
-        found = runner.addresses[0]
-        self.address = f"{host}:{found[1]}"
+        found = await _serve(runner, host, port, tls, flag="--server-bind-port")
+        self.address = f"{host}:{found}"
         _logger.info("scheduler.listening", address=self.address, version=__version__)
+
+    async def _listen_for_probes(self, runner: web.AppRunner) -> None:
+        if (port := self._options.probe_port) is None:
+            return
+        self.probe_port = await _serve(runner, None, port, None, flag="--probe-bind-port")
+        _logger.info("scheduler.probes_listening", port=self.probe_port)
 
     # -- HTTP --------------------------------------------------------------------------------------
 
@@ -393,12 +398,21 @@ class Service:
         application.router.add_post("/scheduler/filter-dryrun", self._filter_dry_run)
         application.router.add_post("/scheduler/bind", self._bind)
         application.router.add_post("/scheduler/preempt", self._preempt)
+        self._people.add_routes(application.router)
+        self._add_probes(application)
+        return application
+
+    def _probes(self) -> web.Application:
+        """Return the pages that any pod of the cluster may read: no verb, and no pod's name."""
+        application = web.Application()
+        self._add_probes(application)
+        return application
+
+    def _add_probes(self, application: web.Application) -> None:
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/readyz", self._readyz)
         application.router.add_get("/version", self._version)
         application.router.add_get("/metrics", self._metrics)
-        self._people.add_routes(application.router)
-        return application
 
     async def _filter(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -453,6 +467,26 @@ class Service:
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json(json.dumps({"version": __version__}).encode())
+
+
+async def _serve(
+    runner: web.AppRunner, host: str | None, port: int, tls: ssl.SSLContext | None, *, flag: str
+) -> int:
+    """Listen, on all addresses without a host, and return the port.
+
+    Raises:
+        ListenError: the port cannot be listened on.
+    """
+    await runner.setup()
+    site = web.TCPSite(runner, host, port, ssl_context=tls)
+    try:
+        await site.start()
+    except OSError as err:
+        raise ListenError(
+            f"cannot listen on {host or ''}:{port}: {err.strerror or err}; choose another "
+            f"{flag}, or stop the program that has this one"
+        ) from err
+    return int(runner.addresses[0][1])
 
 
 def _follows() -> web.Response:

@@ -1,0 +1,97 @@
+"""The second port of the extender, for the kubelet's probes and Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from tests import constants
+from tests.cluster.scripted import QUICK
+from tests.families.vgpu_manager.scheduling.nodes import KEYS
+from tests.patience import PATIENCE_SECONDS, eventually
+from vgpu_agent.cli import scheduler as command
+from vgpu_agent.cluster.credentials import Access, Credentials
+from vgpu_agent.errors import ListenError
+from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerScheduling
+from vgpu_agent.scheduler.service import Options, Service
+from vgpu_agent.sim.api.server import ApiServer
+
+pytestmark = pytest.mark.component
+
+_VERBS = ("filter", "bind", "preempt", "filter-dryrun")
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def _serving(url: str, probe_port: int | None) -> AsyncIterator[Service]:
+    """A service that runs until the context ends."""
+    credentials = Credentials(lambda: Access(url), "test")
+    options = Options(port=0, probe_port=probe_port)
+    service = Service(options, VgpuManagerScheduling(KEYS), credentials)
+    running = asyncio.ensure_future(service.run())
+    try:
+        await eventually(lambda: running.done() or service.is_ready)
+        if running.done():
+            await running
+        yield service
+    finally:
+        service.stop()
+        if not running.done():
+            await asyncio.wait_for(running, PATIENCE_SECONDS)
+
+
+async def test_probes_and_metrics_are_reached_from_outside_the_pod_and_no_verb_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kubelet cannot reach 127.0.0.1 of a pod; and a tenant who reached a verb could have any
+    pod bound.
+    """
+    constants.use(monkeypatch, QUICK)
+    port = _free_port()
+    async with (
+        ApiServer() as server,
+        _serving(server.url, port) as service,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+    ):
+        assert service.probe_port == port
+        for path in ("/healthz", "/readyz", "/version", "/metrics"):
+            async with http.get(path) as answer:
+                assert answer.status == 200, path
+        for verb in _VERBS:
+            async with http.post(f"/scheduler/{verb}", data=b"{}") as answer:
+                assert answer.status == 404, verb
+        for path in ("/explain", "/capacity"):
+            async with http.get(path) as answer:
+                assert answer.status == 404, path
+
+
+async def test_a_port_for_probes_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the flag that chooses another one."""
+    constants.use(monkeypatch, QUICK)
+    async with ApiServer() as server, _serving(server.url, None) as service:
+        assert service.probe_port == 0
+        port = int(service.address.rpartition(":")[2])
+        with pytest.raises(ListenError, match=f":{port}: .*--probe-bind-port"):
+            async with _serving(server.url, port):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "port"), [([], None), (["--probe-bind-port", "3457"], 3457)], ids=["none", "one"]
+)
+def test_the_port_for_probes_is_off_unless_it_is_named(flags: list[str], port: int | None) -> None:
+    """As it is with the replaced one, which has no such port."""
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    assert command._options(parser.parse_args(["scheduler", *flags]), {}).probe_port == port
