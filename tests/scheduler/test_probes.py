@@ -95,3 +95,18 @@ def test_the_port_for_probes_is_off_unless_it_is_named(flags: list[str], port: i
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     assert command._options(parser.parse_args(["scheduler", *flags]), {}).probe_port == port
+
+
+def test_the_arguments_of_the_replaced_chart_are_understood() -> None:
+    """An operator pastes them: with klog's flags, and, from old charts, seconds without a unit."""
+    pasted = [
+        *("--domain=nvidia.com", "--kube-api-qps=20", "--kube-api-burst=30"),
+        *("--server-bind-port=3456", "--pprof-bind-port=0", "--feature-gates=GPUTopology=true"),
+        *("--enable-tls=true", "--tls-key-file=k", "--tls-cert-file=c"),
+        *("--cert-refresh-interval=5", "--v=3"),
+    ]
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    options = command._options(parser.parse_args(["scheduler", *pasted]), {})
+    assert (options.certificate_file, options.key_file) == ("c", "k")
+    assert options.certificate_seconds == 5

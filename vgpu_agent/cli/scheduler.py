@@ -126,6 +126,9 @@ def add_parser(subparsers: Any) -> None:
         "--pprof-bind-port": "there is no pprof",
         "--feature-gates": "links between cards always count where the Node tells them, and no "
         "verb waits for another",
+        "--v": "use --log-level",
+        "--vmodule": "the same",
+        "--logtostderr": "the log is on stderr",
     }.items():
         add(flag, "VALUE", _NO_EFFECT + why)
     parser.set_defaults(run=_run)
@@ -219,6 +222,8 @@ def _boolean(text: str) -> bool:
 
 
 def _seconds(text: str) -> float:
+    if re.fullmatch("[0-9]{1,9}", text, re.ASCII):  # as charts before v1.0.0 write it
+        return float(text)
     if not _DURATION.match(text):
         raise argparse.ArgumentTypeError(f"expected a duration such as 30s or 1m, got {text!r}")
     return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in _PART.findall(text))
