@@ -19,7 +19,7 @@ from vgpu_agent.cli import scheduler as command
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.errors import ListenError
 from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerScheduling
-from vgpu_agent.scheduler.service import Options, Service
+from vgpu_agent.scheduler.service import Lease, Options, Service
 from vgpu_agent.sim.api.server import ApiServer
 
 pytestmark = pytest.mark.component
@@ -34,10 +34,12 @@ def _free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def _serving(url: str, probe_port: int | None) -> AsyncIterator[Service]:
+async def _serving(
+    url: str, probe_port: int | None, lease: Lease | None = None
+) -> AsyncIterator[Service]:
     """A service that runs until the context ends."""
     credentials = Credentials(lambda: Access(url), "test")
-    options = Options(port=0, probe_port=probe_port)
+    options = Options(port=0, probe_port=probe_port, lease=lease)
     service = Service(options, VgpuManagerScheduling(KEYS), credentials)
     running = asyncio.ensure_future(service.run())
     try:
@@ -74,6 +76,23 @@ async def test_probes_and_metrics_are_reached_from_outside_the_pod_and_no_verb_i
         for path in ("/explain", "/capacity"):
             async with http.get(path) as answer:
                 assert answer.status == 404, path
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a kube-scheduler"])
+async def test_the_metrics_of_an_extender_show_that_it_leads_only_if_it_is_known(
+    monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """An alert that nobody leads would never come. Here the Lease of kube-scheduler is missing."""
+    constants.use(monkeypatch, QUICK)
+    port = _free_port()
+    lease = Lease("kube-system", "vgpu-scheduler", "pod-a", is_schedulers=True) if beside else None
+    async with (
+        ApiServer() as server,
+        _serving(server.url, port, lease),
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        http.get("/metrics") as answer,
+    ):
+        assert f"vgpu_scheduler_leader {0 if beside else 1}.0\n" in await answer.text()
 
 
 async def test_a_port_for_probes_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,7 +437,9 @@ class Service:
         return _json(await self._extender.bind(body))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self.metrics.leads.set(self.leads)
+        lease = self._options.lease
+        if lease is None or not lease.is_schedulers:  # otherwise `_follow` knows
+            self.metrics.leads.set(self.leads)
         self._extender.show()
         body, content_type = self.metrics.text(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
