@@ -11,6 +11,7 @@ import pytest
 
 from tests.families.vgpu_manager.scheduling.nodes import KEYS, entry, node_texts, uuid
 from vgpu_agent.cluster import decode
+from vgpu_agent.cluster.api import Api
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerScheduling
 from vgpu_agent.journal import Journal
@@ -61,18 +62,19 @@ class Server:
 class Cluster:
     """Nodes ``n0``, ``n1``, … with two cards each, and their extender."""
 
-    def __init__(self, nodes: int = 2) -> None:
+    def __init__(self, nodes: int = 2, *, server: Api | None = None, **more: Any) -> None:
         self.server, self.book, self.journal = Server(), Book(), Journal()
         self.raised: list[tuple[str, str]] = []
         self.extender = Extender(
             book=self.book,
             family=VgpuManagerScheduling(KEYS),
             read_pod=decode.pod,
-            api=self.server,
+            api=server or self.server,
             journal=self.journal,
             grace_seconds=GRACE_SECONDS,
             clock=lambda: 1787331600.0,
             events=PodEvents(self),  # type: ignore[arg-type]
+            **more,
         )
         self.nodes = {}
         for node in range(nodes):

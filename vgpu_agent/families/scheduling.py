@@ -13,7 +13,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vgpu_agent.nodes import Node
     from vgpu_agent.placement.nodes.book import Holding
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
     from vgpu_agent.placement.nodes.demand import PodDemand
@@ -100,10 +99,3 @@ class SchedulingFamily(Protocol):
             now_ns: the time, in unix nanoseconds.
         """
         ...
-
-
-def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
-    """Read the cards of a Node by its annotations and what it has of the family's slots."""
-    text = node.allocatable.get(family.slots, "0")
-    slots = int(text) if text.isascii() and text.isdecimal() else 0
-    return family.read_cards(node.annotations, slots)

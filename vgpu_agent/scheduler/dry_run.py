@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import AgentError, RequestRefusedError
-from vgpu_agent.families.scheduling import cards_of
 from vgpu_agent.placement.nodes.book import refusal_on
+from vgpu_agent.scheduler.extender import cards_of
 from vgpu_agent.scheduler.messages import FilterResult, filter_arguments
 
 if TYPE_CHECKING:

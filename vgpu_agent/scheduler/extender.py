@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.cluster.api import pod_path
+from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import AgentError, ClusterError, RequestRefusedError
-from vgpu_agent.families.scheduling import cards_of
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.placement.nodes.book import Choice
 from vgpu_agent.placement.nodes.reasons import Reason
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
     from vgpu_agent.placement.nodes.book import Book, Holding
+    from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
     from vgpu_agent.placement.nodes.demand import PodDemand
     from vgpu_agent.pods import DesiredPod, Pod
     from vgpu_agent.scheduler.messages import BindingArguments, FilterArguments
@@ -48,6 +49,13 @@ if TYPE_CHECKING:
 
 # Codes of the API server that mean that it has not done what was asked of it.
 _REFUSED = range(400, 500)
+_NOT_FOUND, _CONFLICT = 404, 409
+
+
+def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
+    """Read the cards of a Node by its annotations and what it has of the family's slots."""
+    slots = whole_number(node.allocatable.get(family.slots, "0")) or 0
+    return family.read_cards(node.annotations, slots)
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,7 +73,8 @@ class _Promise(msgspec.Struct):
         wanted: its demand.
         until: when it is taken back (the loop's time).
         binding: it is being bound, or the API server has not said whether it is; then only the
-            watch of pods ends the promise.
+            watch of pods or a question ends the promise.
+        under_way: a request about it has no answer yet.
     """
 
     pod: Pod
@@ -73,6 +82,7 @@ class _Promise(msgspec.Struct):
     wanted: PodDemand
     until: float
     binding: bool = False
+    under_way: bool = False
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -112,6 +122,7 @@ class Extender:
         metrics: Metrics | None = None,
         events: PodEvents | None = None,
         known: KnownPods | None = None,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         """Build it.
 
@@ -126,7 +137,9 @@ class Extender:
             metrics: what is done is counted there.
             events: pods are told there; None tells them nothing.
             known: receives what is seen of pods beside their cards.
+            leads: tells whether this extender may bind pods now.
         """
+        self._leads = leads
         self._metrics, self._events = metrics or Metrics(), events
         self._known = KnownPods() if known is None else known
         self._book, self._family, self._read_pod = book, family, read_pod
@@ -156,15 +169,16 @@ class Extender:
 
     def see_pod(self, pod: Pod) -> None:
         """Take over a pod that is new or has changed. What is promised to it stays until it is
-        bound: the watch may be behind.
+        bound: the watch may be behind. A bound pod keeps what it held when its claims are removed
+        or spoiled, which any user may do who may edit it: its containers run on.
         """
         self._known.see(pod)
         if not pod.node and not pod.ended:
             return
+        holding = None
         try:
             holding = self._family.read_holding(pod)
         except AgentError as err:
-            holding = None
             if self._unreadable.is_new(pod.uid, str(err)):
                 self._journal.record(
                     "scheduler.claims_unreadable",
@@ -173,6 +187,9 @@ class Extender:
                     error=str(err),
                 )
         self._promises.pop(pod.uid, None)
+        if holding is None and not pod.ended:
+            held = self._book.holding(pod.uid)
+            holding = held if held is not None and held.node == pod.node else None
         if holding is None:
             self._book.release(pod.uid)
         else:
@@ -194,6 +211,56 @@ class Extender:
             if promise.until <= now and not promise.binding:
                 self._end_promise(uid)
                 self._journal.record("scheduler.promise_ended", uid=uid, node=promise.holding.node)
+
+    def end_lead(self) -> None:
+        """Take back the promises of pods that are not being bound: another extender leads, which
+        does not know them and gives the cards to other pods.
+        """
+        for uid, promise in tuple(self._promises.items()):
+            if not promise.binding:
+                self._end_promise(uid)
+
+    async def clear_up(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Ask the API server about pods whose bind is over for a while and that the watch has not
+        shown bound; call it now and then. Such a pod may have been deleted while the watch was
+        broken off, and nothing else would end its promise.
+
+        Args:
+            beat: called before each request.
+        """
+        for uid, promise in tuple(self._promises.items()):
+            now = asyncio.get_running_loop().time()
+            if promise.until > now or not promise.binding or promise.under_way:
+                continue
+            promise.until, promise.under_way = now + self._grace_seconds, True
+            beat()
+            try:
+                found = await self._look_up(promise.pod)
+            except ClusterError:
+                continue  # the next try is in a while
+            finally:
+                promise.under_way = False
+            if self._promises.get(uid) is not promise:
+                continue
+            if found is not None and found.node:
+                self.see_pod(found)
+            else:
+                self._end_promise(uid)
+                self._journal.record("scheduler.promise_ended", uid=uid, node=promise.holding.node)
+
+    async def _look_up(self, pod: Pod) -> Pod | None:
+        """Return the pod as the API server has it, None if it is gone.
+
+        Raises:
+            ClusterError: the API server does not say.
+        """
+        try:
+            found = self._read_pod(await self._api.get(pod_path(pod.namespace, pod.name)))
+        except ClusterError as err:
+            if err.status == _NOT_FOUND:
+                return None
+            raise
+        return found if found.uid == pod.uid else None
 
     def show(self) -> None:
         """Bring the metrics of what there is up to date."""
@@ -250,21 +317,25 @@ class Extender:
         candidates = arguments.candidates()
         if not candidates:
             raise RequestRefusedError("No schedulable nodes")
+        held = self._book.holding(pod.uid)
+        if held is not None and pod.uid not in self._promises:
+            # kube-scheduler is behind; placed anew, the pod would free the cards that it has
+            raise RequestRefusedError(f"pod {pod.full_name} is bound to {held.node} already")
         choice = self._kept(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
         self.records.asked(pod, len(candidates), choice.node)
         failed = {
             name: choice.reasons.get(name, Reason.AlreadyScheduledElsewhere).value
             for name in candidates
-            if name != choice.node
+            if not choice.node or name != choice.node
         }
         if arguments.node_names is not None:
             return FilterResult(None, [choice.node] if choice.node else [], failed)
-        chosen = candidates.get(choice.node)
+        chosen = candidates.get(choice.node) if choice.node else None
         return FilterResult({"items": [] if chosen is None else [chosen]}, None, failed)
 
     def _kept(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice | None:
-        """Return what the pod was promised on one of the candidates, None if that is nothing. The
-        time of the promise begins anew.
+        """Return what the pod was promised on one of the candidates, None if that is nothing or
+        its cards have changed meanwhile. The time of the promise begins anew.
 
         Raises:
             RequestRefusedError: the pod may be bound to another Node already.
@@ -273,7 +344,7 @@ class Extender:
         if promise is None:
             return None
         node = promise.holding.node
-        if node in candidates and promise.wanted == wanted:
+        if node in candidates and promise.wanted == wanted and self._book.can_keep(pod.uid):
             promise.until = asyncio.get_running_loop().time() + self._grace_seconds
             return Choice(node, promise.holding, {})
         if promise.binding:
@@ -321,36 +392,80 @@ class Extender:
 
     async def _bind(self, arguments: BindingArguments) -> None:
         promise = self._promises.get(arguments.pod_uid)
-        name = f"{arguments.pod_namespace}/{arguments.pod_name}"
         if promise is None:
             await self._bind_stranger(arguments)
             return
-        if promise.holding.node != arguments.node:
-            raise RequestRefusedError(
-                f"pod {name} has its cards on {promise.holding.node}, and not on {arguments.node}; "
-                "kube-scheduler will filter it again"
-            )
+        self._check(arguments, promise)
+        numbers = self._book.numbers(arguments.node)
         state = self._family.when_bound(
-            promise.wanted,
-            promise.holding,
-            self._book.numbers(arguments.node),
-            int(self._clock() * 1e9),
+            promise.wanted, promise.holding, numbers, int(self._clock() * 1e9)
         )
-        promise.binding = True
+        may_be_bound, promise.binding, promise.under_way = promise.binding, True, True
         try:
-            await self._write(arguments, state)
-            await self._post(arguments, state)
-        except ClusterError as err:
-            if self._events is not None:
-                self._events.not_bound(promise.pod, str(err))
-            if err.status in _REFUSED:
-                self._end_promise(arguments.pod_uid)
-            # Otherwise the pod may be bound, and its cards stay until the watch shows it.
-            raise
-        self._journal.record("scheduler.bound", pod=name, node=arguments.node)
+            await self._write_and_post(arguments, state)
+        except AgentError as err:
+            if not await self._is_bound(promise, err, may_be_bound=may_be_bound):
+                if self._events is not None:
+                    self._events.not_bound(promise.pod, str(err))
+                raise
+        finally:
+            promise.under_way = False
+            promise.until = asyncio.get_running_loop().time() + self._grace_seconds
+        self._journal.record("scheduler.bound", pod=promise.pod.full_name, node=arguments.node)
         if self._events is not None:
-            numbers = self._book.numbers(arguments.node)
             self._events.bound(promise.pod, promise.holding, numbers)
+
+    def _check(self, arguments: BindingArguments, promise: _Promise) -> None:
+        """Raise `RequestRefusedError` if the pod cannot be bound with what was promised to it."""
+        name, node = f"{arguments.pod_namespace}/{arguments.pod_name}", promise.holding.node
+        again = "kube-scheduler will filter it again"
+        if promise.pod.full_name != name:
+            raise RequestRefusedError(
+                f"UID {arguments.pod_uid} is that of pod {promise.pod.full_name}, not of {name}"
+            )
+        if promise.under_way:
+            raise RequestRefusedError(f"pod {name} is being bound to {node} already")
+        if node != arguments.node:
+            raise RequestRefusedError(
+                f"pod {name} has its cards on {node}, and not on {arguments.node}; {again}"
+            )
+        if not self._book.can_keep(arguments.pod_uid):
+            if not promise.binding:
+                self._end_promise(arguments.pod_uid)
+            raise RequestRefusedError(
+                f"pod {name} can no longer have its cards on {node}: they have changed, or another "
+                f"pod has them; {again}"
+            )
+
+    async def _write_and_post(self, arguments: BindingArguments, state: DesiredPod) -> None:
+        await self._write(arguments, state)
+        if not self._leads():  # since that request, which may have taken long
+            raise RequestRefusedError(
+                f"this extender leads no longer; pod {arguments.pod_namespace}/"
+                f"{arguments.pod_name} is not bound"
+            )
+        await self._post(arguments, state)
+
+    async def _is_bound(self, promise: _Promise, err: AgentError, *, may_be_bound: bool) -> bool:
+        """Tell whether a pod is bound as promised although a bind has failed: an earlier one may
+        have reached the API server without an answer. End the promise if the pod surely is not.
+        """
+        if isinstance(err, ClusterError) and err.status not in _REFUSED:
+            return False  # it may be bound, and its cards stay until the watch shows it
+        uid, found = promise.pod.uid, None
+        if may_be_bound or getattr(err, "status", 0) == _CONFLICT:
+            try:
+                found = await self._look_up(promise.pod)
+            except ClusterError:
+                return False
+        if self._promises.get(uid) is not promise:  # the watch has shown its end meanwhile
+            return found is not None and found.node == promise.holding.node
+        if found is not None and found.node:
+            self.see_pod(found)
+            return found.node == promise.holding.node
+        if found is None or not may_be_bound:
+            self._end_promise(uid)
+        return False
 
     async def _bind_stranger(self, arguments: BindingArguments) -> None:
         """Bind a pod that asks for nothing of ours; refuse another one, which has no cards."""

@@ -273,6 +273,29 @@ class Book:
             return None
         return CardsInUse(state.hardware, state.taken, node.uuids, node.holdings, node.footprints)
 
+    def can_keep(self, uid: str) -> bool:
+        """Tell whether the Node has all cards that a pod holds, none of them is blocked, and none
+        gives more than it has.
+        """
+        if (holding := self.holding(uid)) is None:
+            return False
+        node = self._nodes[holding.node]
+        if (state := node.state) is None:
+            return False
+        numbers = self.numbers(holding.node)
+        for uuid in {card.uuid for of_container in holding.cards for card in of_container}:
+            if (number := numbers.get(uuid)) is None:
+                return False
+            card, (slots, memory, cores) = state.hardware.cards[number], state.taken[number]
+            if (
+                card.blocked is not None
+                or slots > card.slots
+                or memory > card.memory_mib
+                or cores > card.cores_percent
+            ):
+                return False
+        return True
+
     def numbers(self, name: str) -> Mapping[str, int]:
         """Return UUID → number of the cards of a Node; empty where it is not described."""
         node = self._nodes.get(name)

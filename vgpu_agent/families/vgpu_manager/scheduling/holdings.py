@@ -15,8 +15,8 @@ from vgpu_agent.families.vgpu_manager.claims import (
     by_container,
     parse_claims,
 )
+from vgpu_agent.families.vgpu_manager.requests import asks
 from vgpu_agent.placement.nodes.book import HeldCard, Holding
-from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from vgpu_agent.families.vgpu_manager.keys import Keys
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 def holding_of(pod: Pod, keys: Keys) -> Holding | None:
     """Return what the pod holds on its Node, None if that is nothing.
 
-    Of each container the claim in ``real-allocated`` (what it has received) counts, otherwise that
-    in ``pre-allocated`` (the scheduler's). A malformed annotation counts for nothing while the
-    other one can be read: a user who spoils the one must not free the cards of the other.
+    Only containers that ask for cards count: the kubelet gives no other one a device, whatever a
+    user has written. Of each the claim in ``real-allocated`` (what it has received) counts,
+    otherwise that in ``pre-allocated`` (the scheduler's). A malformed annotation counts for nothing
+    while the other one can be read: a user who spoils the one must not free the cards of the other.
 
     Raises:
         ClaimsTextError: nothing can be read; the message is the end of a sentence that names the
@@ -48,15 +49,18 @@ def holding_of(pod: Pod, keys: Keys) -> Holding | None:
         if problem is not None:
             raise problem
         return None
-    kinds = {container.name: container.kind for container in pod.containers}
+    kinds = {each.name: each.kind for each in pod.containers if asks(each, keys)}
+    counted = [each for each in claims.values() if each.container in kinds]
+    if not counted:
+        return None
     return Holding(
         pod.node,
-        tuple(kinds.get(name, ContainerKind.MAIN) for name in claims),
+        tuple(kinds[each.container] for each in counted),
         tuple(
             tuple(
                 HeldCard(card.uuid, max(card.cores_percent, 0), max(card.memory_mib, 0))
                 for card in each.cards
             )
-            for each in claims.values()
+            for each in counted
         ),
     )
