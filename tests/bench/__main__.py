@@ -17,10 +17,10 @@ import platform
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from tests.bench import drop_in, mixed, nvidia, real_node, storm, vgpu_manager, volcano
+from tests.bench.processors import REFERENCE_SECONDS, seconds_for_additions
 from tests.real_node.rig.host import missing_requirement
 
 REAL_NODE = "node"
@@ -59,20 +59,6 @@ PARTS = {
 }
 
 
-_REFERENCE_SECONDS = 0.14
-"""The time that five million additions take on the processor for which the limits were chosen."""
-
-
-def _seconds_for_additions() -> float:
-    """Return how fast this machine is now. A shared one may need half as long again from one hour
-    to the next.
-    """
-    number, began = 0, time.perf_counter()
-    for each in range(5_000_000):
-        number += each
-    return time.perf_counter() - began
-
-
 def main() -> int:
     """Measure, print, judge."""
     parser = argparse.ArgumentParser(
@@ -84,14 +70,14 @@ def main() -> int:
     arguments = parser.parse_args()
     machine = (
         f"Python {platform.python_version()} ({Path(sys.executable).resolve()}), {os.cpu_count()} "
-        f"processors; limits are for one that makes 5,000,000 additions in {_REFERENCE_SECONDS} s"
+        f"processors; limits are for one that makes 5,000,000 additions in {REFERENCE_SECONDS} s"
     )
     # figures of another Python or machine are other figures
     print(machine, file=sys.stderr)  # noqa: T201
     met, found = True, {}
     for part in [arguments.only] if arguments.only else PARTS:
         title, measure = PARTS[part]
-        seconds = _seconds_for_additions()
+        seconds = seconds_for_additions()
         if part == REAL_NODE and not arguments.only and (reason := missing_requirement()):
             print(f"{title}: left out: {reason}", file=sys.stderr)  # noqa: T201 - what it is for
             continue
@@ -100,8 +86,8 @@ def main() -> int:
             figures = asyncio.run(measure(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        seconds = max(seconds, _seconds_for_additions())
-        slower = max(1.0, seconds / _REFERENCE_SECONDS)
+        seconds = max(seconds, seconds_for_additions())
+        slower = max(1.0, seconds / REFERENCE_SECONDS)
         figures = [figure.on_slower_processor(slower) for figure in figures]
         # also beside JSON, whose limits are the multiplied ones
         print(  # noqa: T201

@@ -13,6 +13,8 @@ import http.client
 import json
 import socket
 import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
@@ -21,7 +23,7 @@ from tests.real_node.rig.errors import RigError
 from tests.real_node.rig.layout import API_SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tests.real_node.rig.layout import Layout
 
@@ -169,6 +171,39 @@ class Api:
 
     def delete(self, path: str, body: Json | None = None) -> Json:
         return self._json("DELETE", path, body)
+
+    def send_all(self, requests: Iterable[tuple[str, str, Json]], *, connections: int = 8) -> None:
+        """Make many requests, each (method, path, body), on connections that stay open.
+
+        Raises:
+            ApiError: the first one that is refused; others may have been made by then.
+        """
+        todo = iter(list(requests))
+        lock = threading.Lock()
+
+        def work(_: int) -> None:
+            connection = _Connection(self._context, self._network_namespace)
+            headers = {"Authorization": f"Bearer {self._token}"}
+            try:
+                while True:
+                    with lock:
+                        each = next(todo, None)
+                    if each is None:
+                        return
+                    method, path, body = each
+                    headers["Content-Type"] = (
+                        "application/merge-patch+json" if method == "PATCH" else "application/json"
+                    )
+                    connection.request(method, path, body=json.dumps(body), headers=headers)
+                    response = connection.getresponse()
+                    content = response.read()
+                    if response.status >= http.HTTPStatus.BAD_REQUEST:
+                        raise _error(response.status, content)
+            finally:
+                connection.close()
+
+        with ThreadPoolExecutor(max_workers=connections) as threads:
+            list(threads.map(work, range(connections)))
 
     def text(self, path: str) -> str:
         """The body of a GET as it is, for logs and probes."""

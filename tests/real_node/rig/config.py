@@ -30,6 +30,8 @@ CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 CDI_DIR = "/run/cdi"
 BRIDGE = "rig0"
 RESOLV_CONF = "/run/rig-resolv.conf"
+# Others would take Nodes without a kubelet for dead.
+_WITHOUT_NODES = "serviceaccount-controller,root-ca-certificate-publisher-controller"
 _ETCD = "http://127.0.0.1:2379"
 _ETCD_PEER = "http://127.0.0.1:2380"
 
@@ -87,6 +89,8 @@ def apiserver(plan: Plan, layout: Layout) -> list[str]:
             "NodeRestriction",
             "--allow-privileged=true",
         ),
+        # It marks each new Node as not ready, and only a controller takes that away.
+        *(() if plan.options.nodes else ("--disable-admission-plugins", "TaintNodesByCondition")),
         *(
             "--kubelet-client-certificate",
             f"{pki}/apiserver-kubelet.crt",
@@ -106,13 +110,14 @@ def apiserver(plan: Plan, layout: Layout) -> list[str]:
 
 
 def controller_manager(plan: Plan, layout: Layout) -> list[str]:
-    """All of its controllers, quick to act."""
+    """All of its controllers, quick to act; without kubelets, those that a namespace needs."""
     return [
         *_part(plan, "controller-manager"),
         *_leader(layout, "controllers"),
         # the default of 20 makes the first service account take 8 s
         *("--kube-api-qps", "500", "--kube-api-burst", "1000"),
         *("--node-monitor-period", "1s"),
+        *(() if plan.options.nodes else ("--controllers", _WITHOUT_NODES)),
         *(
             "--use-service-account-credentials",
             "--service-account-private-key-file",

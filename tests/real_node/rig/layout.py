@@ -42,6 +42,8 @@ class Options:
 
     Attributes:
         nodes: Kubernetes nodes, 1 or 2: each has its own kubelet, containerd and /var/lib/kubelet.
+            0 is a control plane for thousands of Nodes that are only objects: nothing looks after
+            them, so they stay as they were made.
         numa_nodes: NUMA nodes that every kubelet sees; 2 needs two CPUs.
         topology_manager_policy: of the kubelets, e.g. ``single-numa-node``.
         cpu_manager_policy: of the kubelets; ``static`` reserves CPU 0 for the system.
@@ -57,9 +59,9 @@ class Options:
     kubelet: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "numa_nodes"):
-            if getattr(self, name) not in (1, 2):
-                raise RigError(f"{name}: expected 1 or 2, got {getattr(self, name)}")
+        for name, least in (("nodes", 0), ("numa_nodes", 1)):
+            if getattr(self, name) not in range(least, 3):
+                raise RigError(f"{name}: expected {least} to 2, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
