@@ -10,7 +10,7 @@ import yaml
 
 from tests.manifests.documents import COMPONENTS, NAME, documents_of
 from vgpu_agent.cli import webhook
-from vgpu_agent.families.vgpu_manager.keys import IGNORE_WEBHOOK_LABEL
+from vgpu_agent.families.vgpu_manager.keys import IGNORE_WEBHOOK_LABEL, Keys
 from vgpu_agent.webhook import service
 from vgpu_agent.webhook.options import Options, OwnCertificateOptions
 from vgpu_agent.webhook.own_certificate import KINDS
@@ -75,7 +75,7 @@ def test_the_service_reaches_the_pods_at_their_port(
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outage_stops_nothing(found: dict[str, Any], kind: str) -> None:
     """Ignored by default, soon, and never for the pods that the cluster and the webhook need;
-    vgpu-manager's chart fails closed (vgpu-manager §6, §11).
+    vgpu-manager:D43.
     """
     (one,) = found[f"{kind.title()}WebhookConfiguration"]["webhooks"]
     assert one["failurePolicy"] == "Ignore"
@@ -99,6 +99,24 @@ def test_an_outage_stops_nothing(found: dict[str, Any], kind: str) -> None:
         "path": f"/pods/{verb}",
         "port": port["port"],
     }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pod_with_a_request_or_with_state_is_sent(found: dict[str, Any], kind: str) -> None:
+    """The condition names prefixes; a key beside them would pass unseen."""
+    (one,) = found[f"{kind.title()}WebhookConfiguration"]["webhooks"]
+    (condition,) = one["matchConditions"]
+    requests, *metadata = (
+        f'key.startsWith("{text}")' for text in ("nvidia.com/vgpu-", "nvidia.com/")
+    )
+    assert condition["expression"].count(requests) == 2
+    assert condition["expression"].count(metadata[0]) == 2
+    keys = Keys()
+    assert all(
+        name.startswith("nvidia.com/vgpu-") for name in (keys.number, keys.cores, keys.memory)
+    )
+    every = (*keys.state_annotations, *keys.state_labels, *keys.user_annotations)
+    assert all(name.startswith("nvidia.com/") for name in every)
 
 
 def test_nothing_is_granted_that_is_not_used(found: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from tests.real_node.deployment import MERGE, PROJECT, kustomized
+from tests.real_node.deployment import MANIFESTS, MERGE, PROJECT, kustomized
 from tests.real_node.rig import ApiError, Rig
 
 NAME = "vgpu-agent-webhook"
@@ -29,7 +29,8 @@ NUMBER, CORES = "nvidia.com/vgpu-number", "nvidia.com/vgpu-cores"
 PODS = "/api/v1/namespaces/default/pods"
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1"
 FORGED = {"nvidia.com/pre-allocated": "main[0_GPU-1_100_1]", "nvidia.com/predicate-node": "n"}
-# Everything of the component but what runs pods, which need an image and a kube-proxy.
+INIT = {"name": "init", "image": "none", "resources": {"limits": {NUMBER: "1"}}}
+# Applied by one test only: without a kube-proxy, the API server does not reach the pods.
 _LEFT_OUT = ("Deployment", "PodDisruptionBudget")
 
 
@@ -40,6 +41,8 @@ class Hooked(NamedTuple):
     manifest: str
     process: subprocess.Popen[bytes]
     log: Path
+    address: str
+    objects: list[dict[str, Any]]
 
     def create(self, name: str, *, path: str = PODS, **pod: Any) -> Any:
         """Create a pod that asks for one GPU, with more fields of ``spec`` and ``metadata``."""
@@ -70,12 +73,12 @@ def hooked(cluster_available: None) -> Iterator[Hooked]:
     """The component applied, and one replica that the API server trusts."""
     with Rig() as rig, tempfile.TemporaryDirectory(prefix="vgw", dir="/tmp") as name:
         folder = Path(name)
-        objects = [
+        every = [
             one
             for one in kustomized(rig, folder, ["webhook"])
-            if one["kind"] == "Namespace"
-            or (one["metadata"]["name"] == NAME and one["kind"] not in _LEFT_OUT)
+            if one["kind"] == "Namespace" or one["metadata"]["name"] == NAME
         ]
+        objects = [one for one in every if one["kind"] not in _LEFT_OUT]
         for one in objects:
             for webhook in one.get("webhooks", ()):
                 webhook["clientConfig"]["service"]["port"] = PORT
@@ -103,7 +106,7 @@ def hooked(cluster_available: None) -> Iterator[Hooked]:
         with log.open("wb") as file:
             environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
             process = subprocess.Popen(command, stderr=file, env=environment)
-        found = Hooked(rig, manifest, process, log)
+        found = Hooked(rig, manifest, process, log, f"{address}:{PORT}", every)
         try:
             rig.wait_for(lambda: _is_called(found), what="a call of the webhook")
             yield found
@@ -132,6 +135,42 @@ def test_a_pod_is_completed_and_brings_no_state(hooked: Hooked) -> None:
         "limits": {NUMBER: "1", CORES: "100"},
         "requests": {NUMBER: "1", CORES: "100"},
     }
+
+
+def _reviews(hooked: Hooked) -> int:
+    """How many reviews the webhook has answered."""
+    code = (
+        "import ssl, sys, urllib.request as r; c = ssl._create_unverified_context(); "
+        "sys.stdout.write(r.urlopen(sys.argv[1], context=c).read().decode())"
+    )
+    command = hooked.rig.in_network(sys.executable, "-c", code, f"https://{hooked.address}/metrics")
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = [line for line in text.splitlines() if line.startswith("vgpu_agent_webhook_reviews")]
+    return sum(int(line.split()[-1]) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("pod", "reviews"),
+    [
+        ({"limits": {"cpu": "1"}}, 0),
+        ({"limits": {}, "metadata": {"labels": {"app": "x"}}}, 0),
+        # once the state is off, nothing is left to be checked
+        ({"limits": {}, "metadata": {"annotations": FORGED}}, 1),
+        ({"limits": {}, "metadata": {"labels": {"nvidia.com/assigned-phase": "x"}}}, 1),
+        ({"limits": {CORES: "5"}}, 2),
+        ({"limits": {}, "spec": {"initContainers": [INIT]}}, 2),
+    ],
+)
+def test_only_pods_that_concern_it_are_sent(
+    hooked: Hooked, pod: dict[str, Any], reviews: int
+) -> None:
+    """So an outage costs all others nothing."""
+    before = _reviews(hooked)
+    created = hooked.create("some", path=f"{PODS}?dryRun=All", **pod)
+    assert not created["metadata"].get("annotations", {}).keys() & FORGED.keys()
+    assert "nvidia.com/assigned-phase" not in created["metadata"].get("labels", {})
+    # perhaps once more, where another admission plugin changed the pod in between
+    assert (_reviews(hooked) - before >= reviews) if reviews else (_reviews(hooked) == before)
 
 
 def test_a_number_of_zero_becomes_one_in_both_places(hooked: Hooked) -> None:
@@ -212,6 +251,30 @@ def test_the_bundle_outlives_that_the_component_is_applied_again(hooked: Hooked)
         one["webhooks"] for one in before
     ]
     assert hooked.rig.api.get(secret)["data"] == data
+
+
+def test_the_deployment_becomes_ready(hooked: Hooked) -> None:
+    """As a user without rights on the node, with the certificate that another replica has made."""
+    command = [str(PROJECT / "scripts" / "image"), "--commit", "test"]
+    archive = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    hooked.rig.import_image(Path(archive))
+    objects = [one for one in hooked.objects if one["kind"] in _LEFT_OUT]
+    # A component beside the base is not changed by the base's images.
+    (image,) = yaml.safe_load((MANIFESTS / "kustomization.yaml").read_text())["images"]
+    for one in objects:
+        for container in one["spec"].get("template", {"spec": {}})["spec"].get("containers", ()):
+            container["image"] = f"{image['newName']}:{image['newTag']}"
+    manifest = yaml.safe_dump_all(objects)
+    hooked.rig.kubectl("apply", "--validate=strict", "-f", "-", stdin=manifest)
+    try:
+        hooked.rig.kubectl(
+            "rollout", "status", f"deployment/{NAME}", "-n", NAMESPACE, "--timeout=90s"
+        )
+        pods = hooked.rig.pods(namespace=NAMESPACE)
+        assert [len(pod["status"]["containerStatuses"]) for pod in pods] == [1, 1]
+        assert {pod["status"]["containerStatuses"][0]["restartCount"] for pod in pods} == {0}
+    finally:
+        hooked.rig.kubectl("delete", "-f", "-", "--wait=true", stdin=manifest)
 
 
 def test_an_outage_stops_nothing(hooked: Hooked) -> None:

@@ -74,7 +74,7 @@ def test_a_review_that_cannot_be_read_is_refused_with_the_reason(
 
 
 def test_the_older_version_is_answered_in_its_own() -> None:
-    """vgpu-manager's webhook configuration asks for v1beta1 only (vgpu-manager §6, §12.3)."""
+    """vgpu-manager's webhook configuration asks for v1beta1 only; vgpu-manager:D38."""
     version = "admission.k8s.io/v1beta1"
     for answer in answers(review(pod(container()), version=version)):
         assert response(answer, version=version)["allowed"]

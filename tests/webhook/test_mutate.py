@@ -233,7 +233,7 @@ ZONE = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]
 def test_a_pod_that_names_its_node_goes_there_through_a_scheduler(
     affinity: Any, terms: list[Any]
 ) -> None:
-    """By the Node's name, and not by its label: the two may differ (vgpu-manager §6)."""
+    """By the Node's name, and not by its label: the two may differ. vgpu-manager:D44."""
     kept: dict[str, Any] = {"podAffinity": {}}
     spec = {"nodeName": "n1"} | ({} if affinity is None else {"affinity": {**affinity, **kept}})
     found = mutated(pod(container(number="1", cores="5"), spec=spec))["spec"]
