@@ -158,9 +158,9 @@ async def test_cards_of_a_type_are_all_held() -> None:
         bound(cluster, name, claim(7, card, 100, MEMORY_MIB), "n7")
     found = explained(cluster, annotated(a_pod(**SMALL), include_type="h100"))
     assert found.situation == "no-room"
-    assert found.missing[0] == (
-        "1 Node (n0): none of the cards of such a Node are of a type that the pod wants "
-        "(annotation nvidia.com/include-gpu-type: h100)."
+    assert found.missing[1] == (
+        "1 Node (n0): no card of a type that the pod wants (annotation "
+        "nvidia.com/include-gpu-type: h100)."
     )
     assert found.missing[-1] == (
         "2 cards that the pod wants (annotation nvidia.com/include-gpu-type: h100) exist on 1 "
@@ -169,6 +169,20 @@ async def test_cards_of_a_type_are_all_held() -> None:
     assert found.changes == (
         "Without the annotation nvidia.com/include-gpu-type: h100, it would fit on 1 Node now.",
     )
+
+
+async def test_the_size_of_cards_that_the_pod_does_not_want_is_no_reason_for_people() -> None:
+    """Filter looks at sizes first, and so names a reason that would mislead."""
+    cluster = Cluster(1)
+    node(cluster, "n7", node_texts([entry(0, uuid=uuid(7, 0), type="NVIDIA H100", memory=81920)]))
+    bound(cluster, "x", claim(7, 0, 10, 81920 - 30000), "n7")
+    found = explained(cluster, annotated(a_pod(number="1", memory="40000"), include_type="h100"))
+    assert [(row.code, row.cards) for row in found.table] == [
+        ("InsufficientVGPUMemory", {"DeviceTypeMismatch": 2}),
+        ("InsufficientVGPUMemory", {"InsufficientVGPUMemory": 1}),
+    ]
+    assert "is 30000 MiB (card 0 of n7, held by default/x)" in found.missing[0]
+    assert found.missing[1].startswith("1 Node (n0): no card of a type that the pod wants")
 
 
 async def test_a_type_that_the_cluster_does_not_have() -> None:
@@ -245,16 +259,16 @@ async def test_a_node_that_can_take_no_pod(
             {"number": "2", "memory": "1", "cores": "95"},
             {},
             (
-                "no Node has 2 cards with more than 80 % of compute free on each (on n0); the pod "
-                "asks for 95 % on each of 2."
+                "n0 comes closest, with 80 % of compute free on each of 2 cards; the pod asks for "
+                "95 % on each of 2 cards of one Node."
             ),
         ),
         (
             {"number": "2", "memory": "20000"},
             {},
             (
-                "no Node has 2 cards with more than 12288 MiB free on each (on n0); the pod asks "
-                "for 20000 MiB on each of 2 cards of one Node."
+                "n0 comes closest, with 12288 MiB free on each of 2 cards; the pod asks for 20000 "
+                "MiB on each of 2 cards of one Node."
             ),
         ),
         (
@@ -277,7 +291,7 @@ async def test_a_node_that_can_take_no_pod(
             {"number": "1", "memory": "1"},
             {"memory_policy": "virtual"},
             (
-                "the memory of their cards is physical, and the pod wants virtual (annotation "
+                "the memory of the cards is physical, and the pod wants virtual (annotation "
                 "nvidia.com/memory-scheduler-policy)."
             ),
         ),
@@ -293,17 +307,14 @@ async def test_a_node_that_can_take_no_pod(
             {"number": "1", "memory": "1"},
             {"include_uuid": "gpu-nowhere"},
             (
-                "none of the cards of such a Node have a UUID that the pod wants (annotation "
+                "no card with a UUID that the pod wants (annotation "
                 "nvidia.com/include-gpu-uuid: gpu-nowhere)."
             ),
         ),
         (
             {"number": "1", "memory": "1"},
             {"exclude_uuid": uuid(0, 0) + "," + uuid(0, 1)},
-            (
-                "none of the cards of such a Node have a UUID that the pod wants (annotation "
-                "nvidia.com/exclude-gpu-uuid: "
-            ),
+            ("no card with a UUID that the pod wants (annotation nvidia.com/exclude-gpu-uuid: "),
         ),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.scheduler.explain import Situation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +31,9 @@ def explanation(found: Explanation) -> str:
             lines += ["", title, *(f"  {line}" for line in sentences)]
     if found.table:
         is_of_one = all(row.nodes == 1 for row in found.table)
-        lines += ["", "Nodes", *_columns([_HEADER, *(_cells(row) for row in found.table)])]
+        is_placed = found.situation in {Situation.BOUND.value, Situation.KEPT.value}
+        title = "Nodes, for one more such pod" if is_placed else "Nodes"
+        lines += ["", title, *_columns([_HEADER, *(_cells(row) for row in found.table)])]
         if found.left_out:
             lines.append(f"  … and {found.left_out} more rows; all=1 (--all) shows every Node")
         elif not is_of_one:

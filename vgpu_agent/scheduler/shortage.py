@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_NAMES = 5  # of Nodes, pods or product names in one sentence
 _LONGEST_NAME = 100
+_MISMATCHES = (Reason.DeviceTypeMismatch, Reason.DeviceUUIDMismatch)
 _REASON_OF_MODE = {
     LINK_STRICT: "joined by NVLink",
     NUMA_STRICT: "on one NUMA node",
@@ -152,7 +153,8 @@ def sentences(
     words: Words,
     name_of: Callable[[str], str],
 ) -> Generator[None, None, tuple[str, ...]]:
-    """Say for each reason what is missing on the Nodes that have it, the most frequent one first.
+    """Say for each reason what is missing on the Nodes that have it. Nodes that the pod could use
+    come first, then those with other cards, then those that can take no pod.
 
     Args:
         demand: of the pod.
@@ -163,17 +165,36 @@ def sentences(
     by_reason: dict[Reason, _Figures] = {}
     for group in groups:
         if group.refusal is not None:
-            by_reason.setdefault(group.refusal.reason, _Figures(demand)).add(group)
+            reason = _reason(group, group.refusal.reason, demand)
+            by_reason.setdefault(reason, _Figures(demand)).add(group)
             yield
     found = [
         f"{counted(figures.nodes, 'Node')} ({_names(figures.names, figures.nodes)}): "
         + _SENTENCES.get(reason, _unfit)(_Missing(reason, figures, demand, words, name_of))
-        for reason, figures in sorted(by_reason.items(), key=lambda each: -each[1].nodes)
+        for reason, figures in sorted(by_reason.items(), key=_order)
     ]
     if found and (demand.names_cards or demand.include_types or demand.exclude_types):
         wanted = yield from _wanted(demand, groups, name_of)
         found.append(_exist(wanted, demand, words))
     return tuple(found)
+
+
+def _order(each: tuple[Reason, _Figures]) -> tuple[bool, bool, int]:
+    reason, figures = each
+    return reason not in _SENTENCES, reason in _MISMATCHES, -figures.nodes
+
+
+def _reason(group: Group, reason: Reason, demand: Demand) -> Reason:
+    """Return the reason that helps people. Where too few cards are of a type or have a UUID that
+    the pod wants, the size of the others does not matter, although filter names it.
+    """
+    state = group.views[0].state
+    mismatches = {each: group.cards.get(each, 0) for each in _MISMATCHES}
+    if state is None or len(state.taken) - sum(mismatches.values()) >= demand.most_cards:
+        return reason
+    return (
+        max(_MISMATCHES, key=lambda each: mismatches[each]) if any(mismatches.values()) else reason
+    )
 
 
 def options(changes: Changes, demand: Demand, words: Words) -> tuple[str, ...]:
@@ -301,7 +322,7 @@ def _cards(missing: _Missing) -> str:
     return (
         f"cards are missing. A container asks for {missing.demand.most_cards} different cards of "
         f"one Node ({missing.words.number}); the most that are usable on one are {best.figure}"
-        f"{_on(best)}{blocked and f'; {blocked}'}. Ask for fewer, or mend or add cards."
+        f"{_on(best)}{blocked and f'; {blocked} there'}. Ask for fewer, or mend or add cards."
     )
 
 
@@ -326,7 +347,7 @@ def _topology(missing: _Missing) -> str:
 def _memory_policy(missing: _Missing) -> str:
     policy = missing.demand.memory_policy
     return (
-        f"the memory of their cards is {'physical' if policy == VIRTUAL else 'virtual'}, and the "
+        f"the memory of the cards is {'physical' if policy == VIRTUAL else 'virtual'}, and the "
         f"pod wants {policy} (annotation {missing.words.memory_policy}). Remove the annotation, or "
         "change the memory scaling of Nodes."
     )
@@ -342,12 +363,12 @@ def _unfit(missing: _Missing) -> str:
     match missing.reason:
         case Reason.NodeNotVGPUEnabled:
             return (
-                f"no {words.number} in status.allocatable. Either they have no GPUs to share, or "
+                f"no {words.number} in status.allocatable. Either there are no GPUs to share, or "
                 f"the agent does not run or offers nothing there.{notes}"
             )
         case Reason.NodeNoVGPURegister:
             return (
-                f"they offer {words.number}, but the annotation {words.node_register} is missing. "
+                f"{words.number} is offered, but the annotation {words.node_register} is missing. "
                 "Look at the agent's log there: it writes the annotation before it registers."
             )
         case Reason.NodeNoVGPUConfig:
@@ -398,9 +419,8 @@ def _memory(missing: _Missing) -> str:
             f"the largest share that is free for it on any card is {figures.memory.figure} MiB"
             f"{_card_of(figures.memory, missing.name_of)}; the pod asks for {asked} MiB."
             if demand.most_cards == 1
-            else f"no Node has {demand.most_cards} cards with more than {figures.memory.figure} "
-            f"MiB free on each{_on(figures.memory)}; the pod asks for {asked} MiB on each of "
-            f"{demand.most_cards} cards of one Node."
+            else f"{_best_node(figures.memory, 'MiB', demand)}; the pod asks for {asked} MiB on "
+            f"each of {demand.most_cards} cards of one Node."
         )
     needed = total(demand, factor, 0)[1]
     return (
@@ -425,9 +445,8 @@ def _cores(missing: _Missing) -> str:
             f"the most compute that is free for it on any card is {figures.cores.figure} %"
             f"{_card_of(figures.cores, missing.name_of)}; the pod asks for {asked} %.{none}"
             if demand.most_cards == 1
-            else f"no Node has {demand.most_cards} cards with more than {figures.cores.figure} % "
-            f"of compute free on each{_on(figures.cores)}; the pod asks for {asked} % on each of "
-            f"{demand.most_cards}.{none}"
+            else f"{_best_node(figures.cores, '% of compute', demand)}; the pod asks for {asked} % "
+            f"on each of {demand.most_cards} cards of one Node.{none}"
         )
     needed = total(demand, 1, 0)[2]
     return (
@@ -438,17 +457,18 @@ def _cores(missing: _Missing) -> str:
 
 
 def _types(missing: _Missing) -> str:
-    return _mismatch(missing, "are of a type", types=True)
+    return _mismatch(missing, "of a type", types=True)
 
 
 def _uuids(missing: _Missing) -> str:
-    return _mismatch(missing, "have a UUID", types=False)
+    return _mismatch(missing, "with a UUID", types=False)
 
 
 def _mismatch(missing: _Missing, what: str, *, types: bool) -> str:
     selection = _selection(missing.demand, missing.words, types=types)
-    cards = "none" if missing.demand.most_cards == 1 else f"not {missing.demand.most_cards}"
-    return f"{cards} of the cards of such a Node {what} that the pod wants ({selection})."
+    most = missing.demand.most_cards
+    cards = "no card" if most == 1 else f"fewer than {most} cards"
+    return f"{cards} {what} that the pod wants ({selection})."
 
 
 _SENTENCES: Mapping[Reason, Callable[[_Missing], str]] = {
@@ -529,6 +549,16 @@ def _card_of(best: _Best, name_of: Callable[[str], str]) -> str:
     holders = sorted(map(name_of, _holders(best.view, best.cards)))
     held = f", held by {_names(holders, len(holders))}" if holders else ""
     return f" (card {best.cards[0]} of {best.view.name}{held})"
+
+
+def _best_node(best: _Best, unit: str, demand: Demand) -> str:
+    """Name the Node that comes closest to a pod with several cards."""
+    if best.view is None or not best.figure:
+        return f"no Node has {demand.most_cards} cards that can serve it"
+    return (
+        f"{best.view.name} comes closest, with {best.figure} {unit} free on each of "
+        f"{demand.most_cards} cards"
+    )
 
 
 def _on(best: _Best) -> str:

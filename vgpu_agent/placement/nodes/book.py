@@ -451,7 +451,9 @@ def _refresh(node: _Node) -> None:
 
 def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[int, Reason]:
     """Return why the pod does not want some cards: card → reason."""
-    found = {}
+    found: dict[int, Reason] = {}
+    if not (demand.include_types or demand.exclude_types or demand.names_cards):
+        return found
     for number, (card, uuid) in enumerate(zip(hardware.cards, uuids, strict=True)):
         if not _is_wanted(card.model, demand.include_types, demand.exclude_types, _has_name):
             found[number] = Reason.DeviceTypeMismatch

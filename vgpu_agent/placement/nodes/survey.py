@@ -25,10 +25,9 @@ from vgpu_agent.placement.nodes.cards import Hardware
 from vgpu_agent.placement.topology import LINK, LINK_STRICT, NUMA, NUMA_STRICT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 
     from vgpu_agent.placement.nodes.allocation import Amounts
-    from vgpu_agent.placement.nodes.cards import Card
     from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand
     from vgpu_agent.placement.nodes.reasons import Reason
 
@@ -132,34 +131,61 @@ def copies(
         is_over: tells when to stop.
     """
     count = 0
-    one_by_one = _takes_any_card(demand)
-    of_card: dict[tuple[Card, int, bool, Amounts], int] = {}
+    one_by_one = _CardByCard(demand) if _takes_any_card(demand) else None
     for group in groups:
         view = group.views[0]
         if not group.fits or view.state is None:
             continue
-        hardware = view.state.hardware
         unwanted = view.unwanted(demand)
-        if not one_by_one:
-            for _ in _placed(demand, hardware, view.state.taken, unwanted):
+        if one_by_one is not None:
+            count += len(group.views) * (yield from one_by_one.count(view.state, unwanted))
+        else:
+            for _ in _placed(demand, view.state.hardware, view.state.taken, unwanted):
                 count += len(group.views)
                 if is_over():
                     return Copies(count, is_exact=False)
                 yield
-            continue
-        for number, (card, taken) in enumerate(zip(hardware.cards, view.state.taken, strict=True)):
-            if number in unwanted:
-                continue
-            key = card, hardware.memory_factor, hardware.is_oversold, taken
-            if (found := of_card.get(key)) is None:
-                alone = Hardware((card,), hardware.memory_factor, hardware.is_oversold)
-                found = of_card[key] = sum(1 for _ in _placed(demand, alone, (taken,), {}))
-                yield
-            count += found * len(group.views)
         if is_over():
             return Copies(count, is_exact=False)
         yield
     return Copies(count, is_exact=True)
+
+
+class _CardByCard:
+    """Counts the pods of a demand that fit on single cards. Equal cards of which equal parts are
+    taken are counted once.
+
+    State: the kinds of cards seen so far, and the pods that fit by kind and what is taken.
+    """
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._kinds: dict[Hardware, int] = {}  # of hardware with one card
+        self._of_cards: dict[int, list[tuple[Hardware, int]]] = {}  # by id of a Node's hardware
+        self._pods: dict[tuple[int, Amounts], int] = {}
+
+    def count(self, state: State, unwanted: Collection[int]) -> Generator[None, None, int]:
+        """Count them on the cards of a Node."""
+        count = 0
+        for number, (alone, kind) in enumerate(self._alone(state.hardware)):
+            if number in unwanted:
+                continue
+            key = kind, state.taken[number]
+            if (found := self._pods.get(key)) is None:
+                found = sum(1 for _ in _placed(self._demand, alone, key[1:], {}))
+                self._pods[key] = found
+                yield
+            count += found
+        return count
+
+    def _alone(self, hardware: Hardware) -> list[tuple[Hardware, int]]:
+        """Return each card as if it was its Node's only one, and its kind."""
+        if (found := self._of_cards.get(id(hardware))) is None:
+            found = self._of_cards[id(hardware)] = []
+            for card in hardware.cards:
+                alone = Hardware((card,), hardware.memory_factor, hardware.is_oversold)
+                found.append((alone, self._kinds.setdefault(alone, len(self._kinds))))
+        return found
 
 
 def _takes_any_card(demand: Demand) -> bool:
