@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tests.families.vgpu_manager.scheduling.nodes import KEYS
+from tests.families.vgpu_manager.scheduling.nodes import KEYS, uuid
 from tests.scheduler.test_extender import SMALL, WHOLE, Cluster, a_pod
 from vgpu_agent.cluster import decode
 from vgpu_agent.errors import ClusterError
@@ -22,14 +22,16 @@ from vgpu_agent.scheduler import web as endpoints
 from vgpu_agent.scheduler.capacity import Capacity
 from vgpu_agent.scheduler.explain import Explanation, Waiting
 from vgpu_agent.scheduler.web import People, read_waiting
+from vgpu_agent.status import WatchStatus
 
 PATH = "/api/v1/namespaces/default/pods/train"
 
 
 class Site:
-    """The endpoints of a cluster. State: whether the extender is ready."""
+    """The endpoints of a cluster. State: whether the extender is ready, and one of its watches."""
 
     def __init__(self, cluster: Cluster) -> None:
+        self.watch = WatchStatus("all pods")
         self.cluster, self.ready, self.address = cluster, True, ""
 
     async def get(self, path: str, **headers: str) -> tuple[int, str, str]:
@@ -60,6 +62,7 @@ async def serving(cluster: Cluster) -> AsyncIterator[Site]:
         read_pod=decode.pod,
         api=cluster.server,
         is_ready=lambda: site.ready,
+        watches=lambda: (WatchStatus("all Nodes"), site.watch),
         clock=lambda: 1787331600.0,
     )
     application = web.Application()
@@ -190,6 +193,25 @@ async def test_before_everything_is_read_nothing_is_explained(site: Site) -> Non
         status, text = await site.error(path)
         assert status == 503
         assert "has not read all Nodes and pods yet" in text
+
+
+async def test_a_watch_that_fails_is_said_first(site: Site) -> None:
+    """Pods that have ended meanwhile still count."""
+    site.watch.failing_since, site.watch.last_error = 1787331600.0 - 95, "GET x: no"
+    sentence = "The watch of all pods has been failing for 95 s, so this may be out of date: GET x: no"
+    _, _, body = await site.get("/explain?pod=default/train")
+    assert json.loads(body)["answer"][0] == sentence
+    _, _, body = await site.get("/capacity?format=text")
+    assert body.splitlines()[0] == sentence
+
+
+async def test_a_pod_that_was_bound_since_the_api_server_sent_it(site: Site) -> None:
+    """The watch is quicker now and then."""
+    pod = a_pod(node="n1", **SMALL)
+    pod["metadata"]["annotations"] = {KEYS.pre_allocated: f"default[0_{uuid(1, 0)}_10_1024]"}
+    site.cluster.extender.see_pod(decode.pod(json.dumps(pod).encode()))
+    _, _, body = await site.get("/explain?pod=default/train")
+    assert json.loads(body)["answer"][0].startswith("Pod default/train is bound to Node n1;")
 
 
 async def test_capacity_in_json_and_in_text(site: Site) -> None:

@@ -150,6 +150,7 @@ class Capacity(msgspec.Struct, frozen=True):
         cards: all cards by state.
         types: the cards by type, the most frequent first.
         unfit: the Nodes that can take no pod, by reason.
+        doubts: sentences about why all this may be out of date; mostly empty.
     """
 
     nodes: int
@@ -159,6 +160,7 @@ class Capacity(msgspec.Struct, frozen=True):
     cards: Cards
     types: tuple[CardType, ...]
     unfit: tuple[UnfitNodes, ...]
+    doubts: tuple[str, ...] = ()
 
 
 def capacity(views: Sequence[NodeView]) -> Generator[None, None, Capacity]:

@@ -81,6 +81,7 @@ class Facts(msgspec.Struct, frozen=True):
         schedulers: ``schedulerName`` of all pods about which was asked.
         name_of: the name of a pod by its UID.
         now: unix seconds.
+        doubts: sentences about why all this may be out of date; empty where nothing speaks for it.
     """
 
     pod: Pod
@@ -94,6 +95,7 @@ class Facts(msgspec.Struct, frozen=True):
     schedulers: tuple[str, ...]
     name_of: Callable[[str], str]
     now: float
+    doubts: tuple[str, ...] = ()
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -202,10 +204,13 @@ def _about(
     groups = yield from survey.grouped(demand, facts.views)
     fitting = sum(len(group.views) for group in groups if group.fits)
     copies = yield from survey.copies(groups, demand, is_over)
-    missing = yield from shortage.sentences(demand, groups, words, facts.name_of)
+    is_placed = facts.pod.node or facts.kept is not None
     if_empty = fitting
+    missing: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
-    if not fitting:
+    if not is_placed:
+        missing = yield from shortage.sentences(demand, groups, words, facts.name_of)
+    if not is_placed and not fitting:
         empty = yield from survey.grouped(demand, survey.emptied(facts.views))
         if_empty = sum(len(group.views) for group in empty if group.fits)
         tried = yield from survey.changes(demand, facts.views, is_over)
@@ -219,20 +224,20 @@ def _about(
     else:
         situation = Situation.NO_ROOM if if_empty else Situation.NEVER_FITS
     answer = (
+        *facts.doubts,
         *_where(facts, wanted),
         *_room(facts, situation, fitting, if_empty, copies),
         *(() if facts.pod.node else _scheduling(facts)),
     )
     rows = yield from _rows(demand, groups, every_node=every_node)
     shown = rows if every_node else rows[:MAX_ROWS]
-    is_placed = situation in {Situation.BOUND, Situation.KEPT}
     return Explanation(
         facts.pod.full_name,
         situation.value,
         answer,
         tuple(_request(wanted, facts.views, words)),
-        () if is_placed else missing,
-        () if is_placed else changes,
+        missing,
+        changes,
         copies.count,
         copies.is_exact,
         len(facts.views),
@@ -246,7 +251,7 @@ def _without_demand(facts: Facts, situation: Situation, why: tuple[str, ...]) ->
     """Explain a pod whose cards do not matter or cannot be told."""
     found = Situation.BOUND if facts.pod.node and facts.holding is not None else situation
     where = tuple(_where(facts, None)) if facts.pod.node else ()
-    return Explanation(facts.pod.full_name, found.value, (*why, *where))
+    return Explanation(facts.pod.full_name, found.value, (*facts.doubts, *why, *where))
 
 
 def _no_request(facts: Facts) -> Iterator[str]:

@@ -240,6 +240,7 @@ class Service:
             read_pod=decode.pod,
             api=self._client,
             is_ready=lambda: self.is_ready,
+            watches=lambda: (self._nodes.status, self._pods.status),
         )
         self._stopping = asyncio.Event()
         self.address = ""

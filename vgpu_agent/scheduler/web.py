@@ -24,13 +24,14 @@ from vgpu_agent.scheduler.capacity import Capacity, capacity
 from vgpu_agent.scheduler.explain import Explanation, Facts, Situation, Waiting, explain, unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator
+    from collections.abc import Awaitable, Callable, Generator, Iterable
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.families.scheduling import SchedulingFamily
     from vgpu_agent.placement.nodes.book import Book
     from vgpu_agent.pods import Pod
     from vgpu_agent.scheduler.extender import Extender
+    from vgpu_agent.status import WatchStatus
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class People:
         read_pod: Callable[[msgspec.Raw | bytes], Pod],
         api: Api,
         is_ready: Callable[[], bool],
+        watches: Callable[[], Iterable[WatchStatus]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Build them.
@@ -73,11 +75,12 @@ class People:
             read_pod: decodes a pod; it raises `ClusterError`.
             api: the API server.
             is_ready: tells whether all Nodes and pods were read.
+            watches: returns the state of the watches from which the book comes.
             clock: unix seconds.
         """
         self._extender, self._book, self._family = extender, book, family
         self._read_pod, self._api = read_pod, api
-        self._is_ready, self._clock = is_ready, clock
+        self._is_ready, self._watches, self._clock = is_ready, watches, clock
         self._waiting = 0
         self._one = asyncio.Lock()
         self._counted: tuple[float, Capacity] | None = None
@@ -142,18 +145,24 @@ class People:
         async with self._one:
             extender = self._extender
             records = extender.records
+            kept = None if pod.node else extender.kept(pod.uid)
+            holding = self._book.holding(pod.uid)
+            if not pod.node and kept is None and holding is not None:
+                # bound since the API server has sent it
+                pod = msgspec.structs.replace(pod, node=holding.node)
             facts = Facts(
                 pod,
                 waiting,
                 self._family,
                 self._book.views(),
-                self._book.holding(pod.uid),
-                None if pod.node else extender.kept(pod.uid),
+                holding,
+                kept,
                 records.last_asked(pod.uid),
                 records.started_at,
                 tuple(records.schedulers),
                 extender.name_of,
                 self._clock(),
+                self._doubts(),
             )
             slices = _Slices(_PAUSE_SECONDS)
             return await slices.result(
@@ -171,7 +180,18 @@ class People:
             if self._counted is None or now - self._counted[0] >= _KEPT_SECONDS:
                 self._counted = now, await _Slices(0.0).result(capacity(self._book.views()))
             found = self._counted[1]
+        found = msgspec.structs.replace(found, doubts=self._doubts())
         return _answer(found, page.capacity(found) if as_text else None)
+
+    def _doubts(self) -> tuple[str, ...]:
+        """Say which watches fail: the book does not see changes meanwhile."""
+        return tuple(
+            f"The watch of {watch.name} has been failing for "
+            f"{max(self._clock() - watch.failing_since, 0):.0f} s, so this may be out of date: "
+            f"{watch.last_error}"
+            for watch in self._watches()
+            if watch.failing_since
+        )
 
 
 class _BadRequestError(Exception):
