@@ -198,7 +198,9 @@ async def test_before_everything_is_read_nothing_is_explained(site: Site) -> Non
 async def test_a_watch_that_fails_is_said_first(site: Site) -> None:
     """Pods that have ended meanwhile still count."""
     site.watch.failing_since, site.watch.last_error = 1787331600.0 - 95, "GET x: no"
-    sentence = "The watch of all pods has been failing for 95 s, so this may be out of date: GET x: no"
+    sentence = (
+        "The watch of all pods has been failing for 95 s, so this may be out of date: GET x: no"
+    )
     _, _, body = await site.get("/explain?pod=default/train")
     assert json.loads(body)["answer"][0] == sentence
     _, _, body = await site.get("/capacity?format=text")

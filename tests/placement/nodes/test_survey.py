@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -162,6 +164,7 @@ _held = st.tuples(
 
 
 def _cluster(counts: list[int], held: list[tuple[int, int, int, int]], kind: str) -> Book:
+    """Nodes of three kinds, and pods on the first four."""
     book = Book()
     for node, count in enumerate(counts):
         put(book, node, count, type=kind if node == 1 else "NVIDIA A10", healthy=node != 2)
@@ -169,6 +172,67 @@ def _cluster(counts: list[int], held: list[tuple[int, int, int, int]], kind: str
     for number, (node, card, cores, memory) in enumerate(held):
         hold(book, f"p{number}", node, (card, cores, memory))
     return book
+
+
+def test_as_many_pods_fit_as_the_book_places_one_after_the_other() -> None:
+    """Somebody starts that many because of it. All kinds of demands, on Nodes of which some are
+    alike.
+    """
+    chance, counts, links = random.Random(16), list[int](), {(0, 1): [1, 8]}
+    for _ in range(150):
+        book, size = Book(), chance.randint(1, 3)
+        for node in range(6):
+            entries = [
+                entry(
+                    card,
+                    uuid=uuid(node, card),
+                    type=chance.choice(["NVIDIA A10", "NVIDIA A10", "NVIDIA H100"]),
+                    number=3,
+                )
+                for card in range(size)
+            ]
+            texts = node_texts(entries, links if node % 2 and size > 1 else None)
+            book.put_node(f"n{node}", read_cards(texts, 10, KEYS))
+        for number in range(chance.randint(0, 4)):
+            hold(
+                book,
+                f"p{number}",
+                chance.randrange(6),
+                (chance.randrange(size), chance.choice([0, 30, 100]), chance.choice([512, 9000])),
+            )
+        wanted = demand(
+            *(
+                container(
+                    f"c{number}",
+                    number=chance.choice([1, 1, 2]),
+                    cores=chance.choice([0, 10, 40, 100]),
+                    memory=chance.choice([0, 1024, 8000]),
+                    kind=chance.choice(list(ContainerKind)),
+                )
+                for number in range(chance.choice([1, 1, 1, 2]))
+            ),
+            **chance.choice(
+                [
+                    {},
+                    {},
+                    {"include_type": "a10"},
+                    {"exclude_uuid": uuid(0, 0)},
+                    {"topology_mode": "link-strict"},
+                    {"topology_mode": "link", "node_policy": "binpack"},
+                ]
+            ),
+        )
+        names = [view.name for view in book.views()]
+        groups = finish(survey.grouped(wanted, book.views()))
+        found = finish(survey.copies(groups, wanted))
+        placed = 0
+        while (choice := book.choose(wanted, names)).holding is not None:
+            book.hold(f"copy{placed}", choice.holding)
+            placed += 1
+        assert found == survey.Copies(placed, is_exact=True)
+        counts.append(placed)
+    assert sum(each > 6 for each in counts) > 30  # more than one on a Node, now and then
+    assert 0 in counts
 
 
 @hypothesis.settings(deadline=None, max_examples=60)
