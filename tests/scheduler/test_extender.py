@@ -183,6 +183,16 @@ async def test_pods_are_told_what_became_of_them() -> None:
     assert cluster.raised[2][1].startswith(f"Bound to n0 with GPU 0 ({uuid(0, 0)}): 100 %")
 
 
+async def test_what_users_write_on_pods_counts() -> None:
+    """From the JSON on: a decoder that leaves an annotation out would switch its policy off."""
+    cluster = Cluster()
+    assert cluster.filter(a_pod("other", **SMALL), "n1")["NodeNames"] == ["n1"]
+    for policy, expected in (("binpack", "n1"), ("spread", "n0")):
+        pod = a_pod(policy, **SMALL)
+        pod["metadata"]["annotations"] = {"nvidia.com/node-scheduler-policy": policy}
+        assert cluster.filter(pod)["NodeNames"] == [expected]
+
+
 async def test_cards_are_kept_from_filter_on() -> None:
     """The next pod is filtered before this one is bound."""
     cluster = Cluster(1)

@@ -105,7 +105,9 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def cross_pod(self) -> str:
-        """``true``: the pods of a gang get cards with links to each other; only for schedulers."""
+        """``true``: the links between the cards of all pods of a group count, not only of one pod;
+        only for schedulers.
+        """
         return self._key("cross-pod-topology")
 
     @property
@@ -169,12 +171,14 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def user_annotations(self) -> tuple[str, ...]:
-        """The annotations of pods that users write and the agent reads."""
+        """The annotations of pods that users write and the agent or a scheduler reads."""
         return (
             self.compute_policy,
+            self.node_policy,
             self.device_policy,
             self.memory_policy,
             self.topology_mode,
+            self.cross_pod,
             self.include_uuid,
             self.exclude_uuid,
             self.include_type,
