@@ -86,15 +86,15 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--cert-refresh-interval",
         "DURATION",
-        "how often both files are looked at (default 5s)",
-        5.0,
+        "how often both files are looked at",
+        "5s",
         type=_seconds,
     )
     add(
         "--stuck-grace-period",
         "DURATION",
-        "how long cards are kept for a pod that is not bound, 1s or more (default 30s)",
-        30.0,
+        "how long cards are kept for a pod that is not bound, 1s or more",
+        "30s",
         type=_seconds,
     )
     add_switch(
@@ -117,6 +117,14 @@ def add_parser(subparsers: Any) -> None:
         "NAMESPACE",
         "the Lease's namespace (default: variable POD_NAMESPACE, or kube-system)",
     )
+    add(
+        "--type-match",
+        "RULE",
+        "how a pod's words for product names match: words, or substring, by which A10 means A100, "
+        "too, as for the replaced extender",
+        _WORDS,
+        choices=(_WORDS, _SUBSTRING),
+    )
     add("--log-level", "LEVEL", "debug, info, warning or error", "info", choices=_LEVELS)
     add("--log-format", "FORMAT", "json or console", "json", choices=("json", "console"))
     for flag, why in {
@@ -134,6 +142,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=_run)
 
 
+_WORDS, _SUBSTRING = "words", "substring"
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -148,7 +157,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from vgpu_agent.cluster.credentials import from_place  # noqa: PLC0415
     from vgpu_agent.scheduler.service import Service  # noqa: PLC0415
 
-    family = _family(arguments.family, arguments.domain)
+    family = _family(arguments)
     credentials = from_place(kubeconfig=arguments.kubeconfig)
     if credentials is None:
         raise ConfigError(
@@ -158,14 +167,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _family(name: str, domain: str) -> SchedulingFamily:
+def _family(arguments: argparse.Namespace) -> SchedulingFamily:
     from vgpu_agent.families.registry import FAMILIES  # noqa: PLC0415
 
     parts = {each.name: each.scheduling for each in FAMILIES if each.scheduling is not None}
+    name = arguments.family
     if name and name not in parts:
         raise ConfigError([f"--family: expected {' or '.join(parts)}, got {name!r}"])
     part = parts[name] if name else next(each for each in parts.values() if each.by_default)
-    return part.build(domain)
+    return part.build(arguments.domain, arguments.type_match == _SUBSTRING)
 
 
 def _problems(arguments: argparse.Namespace) -> list[str]:

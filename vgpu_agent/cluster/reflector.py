@@ -140,6 +140,7 @@ class Reflector(Generic[T]):
         uniform: Callable[[float, float], float] = random.uniform,
         expected: Collection[int] = (),
         trim: Callable[[list[T]], list[T]] | None = None,
+        from_cache: bool = True,
     ) -> None:
         """Build it.
 
@@ -153,7 +154,9 @@ class Reflector(Generic[T]):
             expected: HTTP statuses that are not logged, because the caller reports them.
             trim: returns those of the objects read so far that the sink would keep. So a long list
                 is never held whole.
+            from_cache: the first list may come from the API server's cache, which may be behind.
         """
+        self._from_cache = from_cache
         self._trim = trim
         self.status = WatchStatus(scope.what)
         self.synced = asyncio.Event()
@@ -236,7 +239,8 @@ class Reflector(Generic[T]):
         params = {"fieldSelector": self.scope.field_selector, "limit": _PAGE}
         # The first list may come from the API server's cache. One after a lost history must not:
         # the cache may be older than what was seen.
-        more = {} if self.status.synced else {"resourceVersion": "0"}
+        cached = self._from_cache and not self.status.synced
+        more = {"resourceVersion": "0"} if cached else {}
         tokens = {""}
         while True:
             version, token = await self._get_page(params | more, items, beat)

@@ -13,6 +13,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vgpu_agent.families.pod_annotations import PodKeys
     from vgpu_agent.placement.nodes.book import Holding
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
     from vgpu_agent.placement.nodes.demand import PodDemand
@@ -55,6 +56,11 @@ class SchedulingFamily(Protocol):
     @property
     def slots(self) -> str:
         """The resource that a Node must have for any of its pods."""
+        ...
+
+    @property
+    def pod_keys(self) -> PodKeys:
+        """What of pods is read and written; the other annotations and labels are skipped."""
         ...
 
     @property

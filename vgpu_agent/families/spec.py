@@ -234,11 +234,12 @@ class SchedulingPart(msgspec.Struct, frozen=True):
     """What the extender needs of a family.
 
     Attributes:
-        build: the domain of keys that may have another one → the part.
+        build: the domain of keys that may have another one, and whether a pod's words for product
+            names may cut numbers → the part.
         by_default: its pods are placed unless the operator says otherwise.
     """
 
-    build: Callable[[str], SchedulingFamily]
+    build: Callable[[str, bool], SchedulingFamily]
     by_default: bool
 
 

@@ -19,7 +19,7 @@ import msgspec
 from vgpu_agent.errors import ClusterError, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.journal import Journal
@@ -32,7 +32,7 @@ RETRY_SECONDS = 0.5
 # A watch shows a change within some milliseconds; it must not be taken for up to date while it is
 # behind.
 SETTLING_SECONDS = 1.0
-_NOT_FOUND = 404
+_NOT_FOUND, _CONFLICT = 404, 409
 _LONGEST_ERROR = 300
 
 
@@ -65,7 +65,7 @@ def holder_of(body: bytes) -> str:
 def _decoded(body: bytes) -> _Lease:
     try:
         return msgspec.json.decode(body, type=_Lease)
-    except (msgspec.MsgspecError, RecursionError) as err:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:  # ValueError: no UTF-8
         raise ClusterError(f"no Lease: {shortened(str(err), _LONGEST_ERROR)}") from err
 
 
@@ -87,7 +87,7 @@ class Leadership:
         name: str,
         identity: str,
         journal: Journal,
-        changed: Callable[[bool], Awaitable[None]],
+        changed: Callable[[bool], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Build it; `run` makes it a candidate.
@@ -98,14 +98,15 @@ class Leadership:
             name: of the Lease.
             identity: of this candidate; no other one may have it.
             journal: what happens is recorded there.
-            changed: called with True when it begins to lead, and with False when it ends.
+            changed: called with True when it begins to lead, and with False when it ends, or when
+                it is known at the start that another one leads.
             clock: unix seconds, for the Lease's fields.
         """
         self._api, self._journal, self._changed, self._clock = api, journal, changed, clock
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._name, self._namespace, self._identity = name, namespace, identity
         self._leads_until = self._answers_from = float("-inf")
-        self._told = False
+        self._told: bool | None = None
         self._seen, self._unchanged_since = "", 0.0
         self._trouble = ""
         self.holder = ""
@@ -126,10 +127,11 @@ class Leadership:
                 self._trouble = ""
             except (ClusterError, TimeoutError) as err:
                 text = shortened(str(err), _LONGEST_ERROR) or "no answer in time"
-                if text != self._trouble:
+                # a conflict means that another candidate was faster
+                if text != self._trouble and getattr(err, "status", 0) != _CONFLICT:
                     self._journal.record("scheduler.lease_failed", level="warning", error=text)
                 self._trouble = text
-            await self._tell()
+            self._tell()
             await asyncio.sleep(RETRY_SECONDS)
 
     async def give_back(self) -> None:
@@ -138,11 +140,14 @@ class Leadership:
             return
         self._leads_until = float("-inf")
         try:
-            lease = await self._read()
-            if lease is not None and lease.spec.holder_identity == self._identity:
-                await self._write(lease, _Spec("", 1, None, self._time(), self._transitions(lease)))
-        except ClusterError as err:
-            self._journal.record("scheduler.lease_kept", error=shortened(str(err), _LONGEST_ERROR))
+            async with asyncio.timeout(RENEWED_SECONDS):
+                lease = await self._read()
+                if lease is not None and lease.spec.holder_identity == self._identity:
+                    free = _Spec("", 1, None, self._time(), self._transitions(lease))
+                    await self._write(lease, free)
+        except (ClusterError, TimeoutError) as err:
+            text = shortened(str(err), _LONGEST_ERROR) or "no answer in time"
+            self._journal.record("scheduler.lease_kept", error=text)
 
     async def _step(self) -> None:
         loop = asyncio.get_running_loop()
@@ -181,7 +186,7 @@ class Leadership:
             self._answers_from = asyncio.get_running_loop().time() + SETTLING_SECONDS
         self._leads_until = since + RENEWED_SECONDS
 
-    async def _tell(self) -> None:
+    def _tell(self) -> None:
         leads = asyncio.get_running_loop().time() < self._leads_until
         if leads == self._told:
             return
@@ -191,7 +196,7 @@ class Leadership:
             identity=self._identity,
             holder=self.holder,
         )
-        await self._changed(leads)
+        self._changed(leads)
 
     # -- requests ----------------------------------------------------------------------------------
 

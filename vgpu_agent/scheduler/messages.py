@@ -4,12 +4,17 @@ vgpu-manager §5.1). Their keys are the names of Go's fields.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, quoted, shortened
 from vgpu_agent.pods import is_object_name
+
+MAX_NODES = 50_000
+"""Ten times the Nodes of the largest cluster that Kubernetes supports; a call with many more would
+hold up all others.
+"""
 
 _LONGEST_ERROR = 500
 
@@ -17,7 +22,7 @@ _Arguments = TypeVar("_Arguments")
 
 
 class _Metadata(msgspec.Struct):
-    name: str = ""
+    name: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class _Node(msgspec.Struct):
@@ -44,14 +49,17 @@ class FilterArguments(msgspec.Struct, rename="pascal"):
         """Return the Nodes in their order: name → object, None where only names were sent.
 
         Raises:
-            RequestRefusedError: an object has no name.
+            RequestRefusedError: there are more than any cluster has, or an object has no name.
         """
+        items = (self.nodes.items if self.nodes else None) or []
+        number = len(items if self.node_names is None else self.node_names)
+        if number > MAX_NODES:
+            raise RequestRefusedError(f"{number} Nodes; expected at most {MAX_NODES}")
         if self.node_names is not None:
             return dict.fromkeys(self.node_names)
-        items = (self.nodes.items if self.nodes else None) or []
         try:
             return {msgspec.json.decode(raw, type=_Node).metadata.name: raw for raw in items}
-        except (msgspec.MsgspecError, RecursionError) as err:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as err:
             raise RequestRefusedError(f"Nodes: {shortened(str(err), _LONGEST_ERROR)}") from err
 
 
@@ -204,5 +212,5 @@ def binding_arguments(body: bytes) -> BindingArguments:
 def _decoded(body: bytes, form: type[_Arguments], name: str) -> _Arguments:
     try:
         return msgspec.json.decode(body, type=form)
-    except (msgspec.MsgspecError, RecursionError) as err:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:  # ValueError: no UTF-8
         raise RequestRefusedError(f"no {name}: {shortened(str(err), _LONGEST_ERROR)}") from err

@@ -13,6 +13,7 @@ leads calls it. In both cases the pod's label may say which one it is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import time
@@ -28,7 +29,7 @@ from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.decode_scheduling import budget, with_facts
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.reflector import Reflector, Scope
-from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.errors import AgentError, ClusterError, ListenError
 from vgpu_agent.journal import Journal
 from vgpu_agent.placement.nodes.book import Book
@@ -183,10 +184,10 @@ class Service:
                 name=options.lease.name,
                 identity=options.lease.identity,
                 journal=self._journal,
-                changed=self._label,
+                changed=self._role_changed,
             )
         book, known, budgets = Book(), KnownPods(), Budgets()
-        read_pod = with_facts(decode.pod)
+        read_pod = with_facts(decode.pods_with(family.pod_keys))
         self._extender = Extender(
             book=book,
             family=family,
@@ -197,6 +198,7 @@ class Service:
             metrics=self.metrics,
             events=PodEvents(self._events),
             known=known,
+            leads=lambda: self.leads,
         )
         extender = self._extender
         self._dry_run = FilterDryRun(
@@ -232,16 +234,19 @@ class Service:
             read_pod,
             _Objects(lambda pod: pod.uid, extender.see_pod, extender.forget_pod),
             journal=self._journal,
+            # a list that is behind would show cards as free that are not
+            from_cache=False,
         )
         self._people = People(
             extender=extender,
             book=book,
             family=family,
-            read_pod=decode.pod,
+            read_pod=read_pod,
             api=self._client,
             is_ready=lambda: self.is_ready,
             watches=lambda: (self._nodes.status, self._pods.status),
         )
+        self._role: Latest[bool | None] = Latest(None)  # leads, or not; None until that is known
         self._stopping = asyncio.Event()
         self.address = ""
         self.probe_port = 0
@@ -285,6 +290,11 @@ class Service:
                     stuck_after_seconds=_STUCK_SECONDS,
                 )
                 supervisor.start(
+                    "binds",
+                    lambda: self._clear_up(lambda: supervisor.beat("binds")),
+                    stuck_after_seconds=_STUCK_SECONDS,
+                )
+                supervisor.start(
                     "events",
                     lambda: self._events.run(lambda: supervisor.beat("events")),
                     stuck_after_seconds=_STUCK_SECONDS,
@@ -317,6 +327,12 @@ class Service:
                 await certificate.context()  # reads a renewed one
             await asyncio.sleep(_TAKE_BACK_SECONDS)
 
+    async def _clear_up(self, beat: Callable[[], None]) -> None:
+        while True:
+            beat()
+            await self._extender.clear_up(beat)
+            await asyncio.sleep(_TAKE_BACK_SECONDS)
+
     def _certificate(self) -> Certificate | None:
         options = self._options
         if not options.certificate_file:
@@ -341,20 +357,24 @@ class Service:
             else (lambda: self._follow(lease, lambda: supervisor.beat("lease"))),
             stuck_after_seconds=_STUCK_SECONDS,
         )
+        if self._options.pod_name and self._family.role_label:
+            supervisor.start(
+                "role",
+                lambda: self._label(lambda: supervisor.beat("role")),
+                stuck_after_seconds=_STUCK_SECONDS,
+            )
 
     async def _follow(self, lease: Lease, beat: Callable[[], None]) -> None:
-        """Keep the pod's label equal to the role of the kube-scheduler beside it."""
+        """Take over the role of the kube-scheduler beside this extender."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{lease.namespace}/leases/{lease.name}"
-        told: bool | None = None
         trouble = ""
         while True:
             beat()
             try:
                 holder = holder_of(await self._client.get(path))
                 leads = holder.startswith(f"{lease.identity}_")
-                if leads is not told:
-                    await self._label(leads)
-                    told = leads
+                if leads is not self._role.value:
+                    self._role_changed(leads)
                 trouble = ""
             except ClusterError as err:
                 if str(err) != trouble:
@@ -362,22 +382,39 @@ class Service:
                 trouble = str(err)
             await asyncio.sleep(_LEASE_LOOK_SECONDS)
 
-    async def _label(self, leads: bool) -> None:
-        """Write on the extender's own pod whether it leads, so that a Service can select it."""
-        options = self._options
+    def _role_changed(self, leads: bool) -> None:
         self.metrics.leads.set(leads)
-        if not options.pod_name:
-            return
-        role = _LEADER if leads else _FOLLOWER
-        try:
-            await self._client.patch(
-                pod_path(options.pod_namespace, options.pod_name),
-                {"metadata": {"labels": {self._family.role_label: role}}},
-            )
-        except ClusterError as err:
-            self._journal.record(
-                "scheduler.role_not_written", level="warning", role=role, error=str(err)
-            )
+        if not leads:
+            self._extender.end_lead()
+        self._role.publish(leads)
+
+    async def _label(self, beat: Callable[[], None]) -> None:
+        """Keep the label of the extender's own pod equal to its role, so that a Service can select
+        the leader. A slow API server holds up nothing else, and a failed write is repeated.
+        """
+        options, role = self._options, self._role
+        written: bool | None = None
+        trouble = ""
+        while True:
+            beat()
+            leads, version = role.value, role.version
+            try:
+                if leads is not written:
+                    word = _LEADER if leads else _FOLLOWER
+                    await self._client.patch(
+                        pod_path(options.pod_namespace, options.pod_name),
+                        {"metadata": {"labels": {self._family.role_label: word}}},
+                    )
+                written, trouble = leads, ""
+            except ClusterError as err:
+                if str(err) != trouble:
+                    self._journal.record(
+                        "scheduler.role_not_written", level="warning", role=word, error=str(err)
+                    )
+                trouble = str(err)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEASE_LOOK_SECONDS):
+                    await role.newer_than(version)
 
     async def _listen(self, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
         host, port = self._options.host, self._options.port

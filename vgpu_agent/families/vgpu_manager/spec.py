@@ -146,13 +146,13 @@ def _node_config_path(settings: Settings) -> str:
     return settings.section(VgpuManager).node_config_file if settings.is_on(FAMILY) else ""
 
 
-def _scheduling(domain: str) -> SchedulingFamily:
+def _scheduling(domain: str, types_cut_numbers: bool) -> SchedulingFamily:
     # the agent on a node never needs it
     from vgpu_agent.families.vgpu_manager.scheduling.family import (  # noqa: PLC0415
         VgpuManagerScheduling,
     )
 
-    return VgpuManagerScheduling(Keys(domain))
+    return VgpuManagerScheduling(Keys(domain), types_cut_numbers=types_cut_numbers)
 
 
 def _device_modes(settings: Settings) -> tuple[str, ...]:

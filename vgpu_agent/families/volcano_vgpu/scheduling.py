@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted, shortened
+from vgpu_agent.families.pod_annotations import BY_DEFAULT, PodKeys
 from vgpu_agent.families.scheduling import Words
 from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import (
@@ -55,13 +56,19 @@ _MAX_ENTRIES = 64  # of a list in an annotation
 class VolcanoScheduling:
     """See `SchedulingFamily`; no state of its own."""
 
-    def __init__(self, names: Names) -> None:
-        self._names = names
+    def __init__(self, names: Names, *, types_cut_numbers: bool = False) -> None:
+        """Build it; with ``types_cut_numbers``, ``A10`` means ``A100``, too."""
+        self._names, self._types_cut_numbers = names, types_cut_numbers
 
     @property
     def slots(self) -> str:
         """See `SchedulingFamily`."""
         return self._names.number
+
+    @property
+    def pod_keys(self) -> PodKeys:
+        """See `SchedulingFamily`; no option renames them."""
+        return BY_DEFAULT
 
     @property
     def role_label(self) -> str:
@@ -151,6 +158,7 @@ class VolcanoScheduling:
             exclude_types=() if included else _entries(pod, NO_TYPE),
             include_uuids=_entries(pod, USE_UUID),
             exclude_uuids=_entries(pod, NO_UUID),
+            types_cut_numbers=self._types_cut_numbers,
         )
         return PodDemand(demand, tuple(each.name for each in asking))
 

@@ -258,11 +258,11 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
     return ""
 
 
-def _scheduling(_: str) -> SchedulingFamily:
+def _scheduling(_: str, types_cut_numbers: bool) -> SchedulingFamily:
     # the agent on a node never needs it
     from vgpu_agent.families.volcano_vgpu.scheduling import VolcanoScheduling  # noqa: PLC0415
 
-    return VolcanoScheduling(Names())
+    return VolcanoScheduling(Names(), types_cut_numbers=types_cut_numbers)
 
 
 SPEC = FamilySpec(

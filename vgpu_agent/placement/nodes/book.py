@@ -454,8 +454,9 @@ def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[i
     found: dict[int, Reason] = {}
     if not (demand.include_types or demand.exclude_types or demand.names_cards):
         return found
+    is_named = _has_text if demand.types_cut_numbers else _has_name
     for number, (card, uuid) in enumerate(zip(hardware.cards, uuids, strict=True)):
-        if not _is_wanted(card.model, demand.include_types, demand.exclude_types, _has_name):
+        if not _is_wanted(card.model, demand.include_types, demand.exclude_types, is_named):
             found[number] = Reason.DeviceTypeMismatch
         elif not _is_wanted(uuid, demand.include_uuids, demand.exclude_uuids, _has_text):
             found[number] = Reason.DeviceUUIDMismatch

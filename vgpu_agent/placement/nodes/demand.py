@@ -53,6 +53,7 @@ class Demand(msgspec.Struct, frozen=True):
         memory_policy: `VIRTUAL`, `PHYSICAL`, or empty for both.
         include_types: a card's product name must contain one of these words, if there are any.
         exclude_types: it must contain none of these.
+        types_cut_numbers: ``A10`` among these words also means ``A100``, as for vgpu-manager.
         include_uuids: a card's UUID must contain one of these texts, if there are any.
         exclude_uuids: it must contain none of these.
     """
@@ -66,6 +67,7 @@ class Demand(msgspec.Struct, frozen=True):
     exclude_types: tuple[str, ...] = ()
     include_uuids: tuple[str, ...] = ()
     exclude_uuids: tuple[str, ...] = ()
+    types_cut_numbers: bool = False
 
     @property
     def names_cards(self) -> bool:

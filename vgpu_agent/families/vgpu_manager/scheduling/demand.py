@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 _MAX_ENTRIES = 64  # of a list in an annotation; each is compared with each card of each Node
 
 
-def read_demand(pod: Pod, keys: Keys) -> PodDemand | None:
+def read_demand(pod: Pod, keys: Keys, *, types_cut_numbers: bool = False) -> PodDemand | None:
     """Return the demand of a pod, None if none of its containers asks for cards.
 
-    Unknown words of policies count as ``none`` (vgpu-manager §4.1).
+    With ``types_cut_numbers``, words for product names match as vgpu-manager's do: ``A10`` means
+    ``A100``, too. Unknown words of policies count as ``none`` (vgpu-manager §4.1).
 
     Raises:
         RequestRefusedError: no Node can ever serve it: a limit is no whole number or is out of
@@ -67,5 +68,6 @@ def read_demand(pod: Pod, keys: Keys) -> PodDemand | None:
         entries(keys.exclude_type),
         entries(keys.include_uuid),
         entries(keys.exclude_uuid),
+        types_cut_numbers,
     )
     return PodDemand(demand, tuple(container.name for container in asking))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vgpu_agent.families.pod_annotations import PodKeys
 from vgpu_agent.families.scheduling import Words
 from vgpu_agent.families.vgpu_manager.claims import ContainerClaim, DeviceClaim, write_claims
 from vgpu_agent.families.vgpu_manager.pod_state import ALLOCATING, node_label
@@ -29,13 +30,24 @@ ROLE_LABEL = "vgpu-manager.io/scheduler-role"
 class VgpuManagerScheduling:
     """See `SchedulingFamily`; no state of its own."""
 
-    def __init__(self, keys: Keys) -> None:
-        self._keys = keys
+    def __init__(self, keys: Keys, *, types_cut_numbers: bool = False) -> None:
+        """Build it; for ``types_cut_numbers`` see `read_demand`."""
+        self._keys, self._types_cut_numbers = keys, types_cut_numbers
 
     @property
     def slots(self) -> str:
         """See `SchedulingFamily`."""
         return self._keys.number
+
+    @property
+    def pod_keys(self) -> PodKeys:
+        """See `SchedulingFamily`."""
+        keys = self._keys
+        return PodKeys(
+            (*keys.state_annotations, keys.node_policy, *keys.user_annotations),
+            keys.state_labels,
+            (keys.number, keys.cores, keys.memory),
+        )
 
     @property
     def role_label(self) -> str:
@@ -66,7 +78,7 @@ class VgpuManagerScheduling:
 
     def read_demand(self, pod: Pod) -> PodDemand | None:
         """See `SchedulingFamily`."""
-        return read_demand(pod, self._keys)
+        return read_demand(pod, self._keys, types_cut_numbers=self._types_cut_numbers)
 
     def read_holding(self, pod: Pod) -> Holding | None:
         """See `SchedulingFamily`."""
