@@ -565,14 +565,17 @@ def test_the_reason_of_each_node_is_the_answer_of_filter(
         found = explained(cluster, pod, every_node=True)
         assert page.explanation(found)
         assert msgspec.json.decode(msgspec.json.encode(found), type=Explanation) == found
-        for row in found.table:
-            (name,) = row.names
-            answer = cluster.filter(pod, name)
-            if row.code == FITS:
-                assert answer["NodeNames"] == [name]
-            else:
-                assert answer["FailedNodes"] == {name: row.reason}
-            cluster.extender.forget_pod("uid-train")
+        rows = {row.names[0]: row for row in found.table}
+        answer = cluster.filter(pod, "n0", "n1", "n2", "n3")
+        cluster.extender.forget_pod("uid-train")
+        fitting = [name for name, row in rows.items() if row.code == FITS]
+        assert bool(answer["NodeNames"]) is bool(fitting)
+        assert set(answer["NodeNames"]) <= set(fitting)
+        assert answer["FailedNodes"] == {
+            name: "pod already scheduled to another node" if name in fitting else row.reason
+            for name, row in rows.items()
+            if name not in answer["NodeNames"]
+        }
         if found.fitting_pods and found.fitting_pods < 100:
             for place in range(found.fitting_pods + 1):
                 copy = json.loads(json.dumps(pod))

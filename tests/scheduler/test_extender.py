@@ -219,6 +219,58 @@ async def test_a_pod_is_moved_when_its_node_is_not_in_the_next_sample() -> None:
     assert await cluster.bind(pod, "n1") == ""
 
 
+def _put_node(cluster: Cluster, number: int, cards: int) -> None:
+    """Add or change a Node."""
+    texts = node_texts([entry(card, uuid=uuid(number, card)) for card in range(cards)])
+    slots = {KEYS.number: str(10 * cards)}
+    name = f"n{number}"
+    cluster.extender.see_node(Node(name, "u", texts, {}, "", "", {}, slots, {}, "1"))
+
+
+async def test_a_refusal_has_one_text_for_any_nodes() -> None:
+    """kube-scheduler counts the texts and writes the counts into the pod's status. When these
+    change with the Nodes that it happened to name, it filters the pod again and again.
+    """
+    cluster = Cluster(3)
+    _put_node(cluster, 2, 1)
+    pod = a_pod(number="2", memory="30000")
+    text = "Insufficient vGPU memory or Insufficient GPU cards"
+    assert cluster.filter(pod, "n0", "n1")["FailedNodes"] == {"n0": text, "n1": text}
+    assert cluster.filter(pod, "n1", "n2")["FailedNodes"] == {"n1": text, "n2": text}
+    assert cluster.filter(a_pod(number="3"), "n2")["FailedNodes"] == {
+        "n2": "Insufficient GPU cards"
+    }
+
+
+@pytest.mark.looptime
+async def test_a_refusal_changes_until_all_nodes_should_have_been_named() -> None:
+    """A Node that kube-scheduler has not named may have room; with the same text, the pod would
+    wait for five minutes. A Node that is never named, because of a taint, must not let the pod be
+    filtered without end.
+    """
+    cluster, pod = Cluster(4), a_pod(number="3")
+    _put_node(cluster, 3, 3)
+
+    def texts(count: int) -> list[str]:
+        return [cluster.filter(pod, "n0", "n1")["FailedNodes"]["n0"] for _ in range(count)]
+
+    text = "Insufficient GPU cards, and other nodes may have room (try {})"
+    assert texts(5) == [text.format(number) for number in (1, 2, 3, 3, 3)]
+    await asyncio.sleep(300)
+    assert texts(2) == [text.format(number) for number in (1, 2)]
+    cluster.extender.forget_pod("uid-train")
+    assert texts(1) == [text.format(1)]
+    assert cluster.filter(pod, "n3")["NodeNames"] == ["n3"]
+
+
+async def test_a_refusal_of_nodes_without_cards_says_so() -> None:
+    """No Node has any, or the extender does not know the Nodes."""
+    cluster = Cluster(0)
+    assert cluster.filter(a_pod(**SMALL), "x")["FailedNodes"] == {"x": "node missing from cache"}
+    cluster.extender.see_node(Node("n0", "u", {}, {}, "", "", {}, {}, {}, "1"))
+    assert cluster.filter(a_pod(**SMALL), "n0")["FailedNodes"] == {"n0": "node not vGPU-enabled"}
+
+
 @pytest.mark.looptime
 async def test_cards_of_a_pod_that_is_never_bound_are_given_back() -> None:
     """Another plugin of the scheduler may have refused it."""

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 # Codes of the API server that mean that it has not done what was asked of it.
 _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
+# kube-scheduler tries each pod again after five minutes, whatever it was told.
+_TRIES_SECONDS, _MAX_REFUSED = 300.0, 10_000
 
 
 def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
@@ -103,7 +105,7 @@ class Kept(msgspec.Struct, frozen=True):
 class Extender:
     """The verbs; see the module.
 
-    State: the promises, by the pods' UIDs. The book has them, too.
+    State: the promises, by the pods' UIDs. The book has them, too. And the latest refusals.
 
     Attributes:
         records: names of pods and the last questions about them, for people.
@@ -148,6 +150,8 @@ class Extender:
         self._promises: dict[str, _Promise] = {}
         self._resources: dict[str, frozenset[str]] = {}  # Node → its extended resources
         self.records = PodRecords(clock)
+        # UID of a pod that was refused though there may be room → since when, and how often
+        self._refused: dict[str, tuple[float, int]] = {}
         # by UID, so that a pod with nonsense is told once and not at each of its changes
         self._unreadable = ChangeFilter()
 
@@ -200,6 +204,7 @@ class Extender:
         """Forget a pod that was deleted or has ended."""
         self._unreadable.over(uid)
         self._known.forget(uid)
+        self._refused.pop(uid, None)
         self._promises.pop(uid, None)
         self._book.release(uid)
         self.records.forget(uid)
@@ -323,11 +328,15 @@ class Extender:
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {held.node} already")
         choice = self._kept(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
         self.records.asked(pod, len(candidates), choice.node)
-        failed = {
-            name: choice.reasons.get(name, Reason.AlreadyScheduledElsewhere).value
-            for name in candidates
-            if not choice.node or name != choice.node
-        }
+        # Where all Nodes are named, the reasons of each do not vary with a sample.
+        if choice.node or len(candidates) >= len(self._book):
+            failed = {
+                name: choice.reasons.get(name, Reason.AlreadyScheduledElsewhere).value
+                for name in candidates
+                if not choice.node or name != choice.node
+            }
+        else:
+            failed = dict.fromkeys(candidates, self._refusal(pod.uid, wanted, len(candidates)))
         if arguments.node_names is not None:
             return FilterResult(None, [choice.node] if choice.node else [], failed)
         chosen = candidates.get(choice.node) if choice.node else None
@@ -366,6 +375,29 @@ class Extender:
         elif self._events is not None:
             self._events.fits_nowhere(pod, choice.reasons)
         return choice
+
+    def _refusal(self, uid: str, wanted: PodDemand, candidates: int) -> str:
+        """Return why a pod fits on none of the candidates: the same text for each of them.
+
+        kube-scheduler names some Nodes, others each time, and writes how many have which reason
+        into the pod's status. If that changes, it tries the pod again. So reasons are those of all
+        Nodes. Only where one that was not named may have room, the text changes on purpose, until
+        all Nodes should have been named.
+        """
+        survey = self._book.survey(wanted.demand)
+        text = " or ".join(each.value for each in survey.reasons) or Reason.NodeCacheMiss.value
+        if not survey.may_fit:
+            self._refused.pop(uid, None)
+            return text
+        now = asyncio.get_running_loop().time()
+        since, tries = self._refused.pop(uid, (now, 0))
+        if now - since >= _TRIES_SECONDS:
+            since, tries = now, 0
+        tries = min(tries + 1, len(self._book) // candidates + 1)
+        self._refused[uid] = since, tries
+        if len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        return f"{text}, and other nodes may have room (try {tries})"
 
     def _promise(self, pod: Pod, holding: Holding, wanted: PodDemand) -> None:
         until = asyncio.get_running_loop().time() + self._grace_seconds

@@ -68,6 +68,18 @@ class Choice(msgspec.Struct, frozen=True):
     reasons: Mapping[str, Reason]
 
 
+class Survey(msgspec.Struct, frozen=True):
+    """What all Nodes together say to a demand.
+
+    Attributes:
+        may_fit: a Node has room, or it would take too long to tell.
+        reasons: why there is none on the others, in the order of `Reason`.
+    """
+
+    may_fit: bool
+    reasons: tuple[Reason, ...]
+
+
 class State:
     """Cards and what is taken of them; Nodes that look the same have the same one."""
 
@@ -375,6 +387,25 @@ class Book:
             reason = verdict.reason
             found[name] = None if reason is None else Refusal(reason, verdict.cards)
         return found
+
+    def survey(self, demand: Demand) -> Survey:
+        """Ask all Nodes with cards, whichever a scheduler has named; without any, say why there are
+        none.
+        """
+        if demand.names_cards:
+            return Survey(True, (Reason.DeviceUUIDMismatch,))
+        verdict_of = self._verdict_of(demand)
+        by_state = {node.state: node for node in self._nodes.values()}
+        without_cards = by_state.pop(None, None)
+        verdicts = [verdict_of(node) for node in by_state.values()]
+        found = {verdict.reason for verdict in verdicts}
+        if not verdicts and without_cards is not None:
+            found = {node.unfit for node in self._nodes.values()}
+        return Survey(None in found, tuple(each for each in Reason if each in found))
+
+    def __len__(self) -> int:
+        """How many Nodes there are."""
+        return len(self._nodes)
 
     def _verdict_of(self, demand: Demand) -> Callable[[_Node], _Verdict]:
         if demand.names_cards:

@@ -44,7 +44,7 @@ class VgpuManagerScheduling:
         """See `SchedulingFamily`."""
         keys = self._keys
         return PodKeys(
-            (*keys.state_annotations, keys.node_policy, *keys.user_annotations),
+            (*keys.state_annotations, *keys.user_annotations),
             keys.state_labels,
             (keys.number, keys.cores, keys.memory),
         )
