@@ -1,8 +1,9 @@
-"""The agent's command ``run`` as a process beside a simulated node: started, asked over HTTP,
-stopped and killed.
+"""Commands of the package as processes beside simulated nodes: started, asked over HTTP, stopped
+and killed.
 
-The demo, the benchmark and the component tests all drive the agent through this, so that they use
-the agent as an operator does: the real command line, the real log on stderr, the real signals.
+The demo, the benchmark and the component tests all drive the agent (`AgentProcess`) and the
+scheduler extender (`ExtenderProcess`) through this, so that they use them as an operator does: the
+real command line, the real log on stderr, the real signals.
 """
 
 from __future__ import annotations
@@ -34,23 +35,22 @@ _LIBC = ctypes.CDLL(None)
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class AgentProcess:
-    """One run of the agent.
+class CommandProcess:
+    """One run of a command of the package.
 
-    State: the child process and its log file; `start` may be called again after it has ended, and
+    State: the child process and its log file; `spawn` may be called again after it has ended, and
     appends to the log.
+
+    Attributes:
+        log_path: where its log goes.
+        public_address: ``host:port`` of its probes and metrics, once it serves them.
     """
 
     def __init__(
         self,
         log_path: Path,
         *,
-        kubelet: Path,
-        simulate: Path | None,
-        config: Path | None = None,
-        listen: str = "127.0.0.1:0",
-        debug_listen: str = "127.0.0.1:0",
-        flags: Sequence[str] = (),
+        name: str,
         environment: Mapping[str, str] | None = None,
         through: Sequence[str] = (),
         module: str = "vgpu_agent",
@@ -62,34 +62,23 @@ class AgentProcess:
 
         Args:
             log_path: where its log goes.
-            kubelet: the kubelet's root directory.
-            simulate: directory of the simulated GPUs.
-            config: its configuration file.
-            listen: the value of the flag ``--listen``.
-            debug_listen: the value of the flag ``--debug-listen``.
-            flags: more flags of ``run``.
+            name: of the program, for error messages.
             environment: its variables in addition to ours.
             through: a command that executes the one behind it in its own place (exec), such as
-                ``nsenter``, for an agent in another network.
-            module: the Python module that is run: the agent, or one that changes it.
+                ``nsenter``, for a process in another network.
+            module: the Python module that is run: the package, or one that changes it.
             constants: other values for constants of the package, such as shorter pauses; see
                 `with_constants`.
             launcher: the Python module that sets the constants, and then runs ``module``.
             opener: how its HTTP servers are reached from here; directly by default.
         """
-        self.log_path = log_path
+        self.log_path, self._name = log_path, name
         self._through, self._opener = tuple(through), opener or _DIRECT
         self._program = [module]
         if constants:
             self._program = [launcher, json.dumps(dict(constants)), module]
-        self.public_address = self.debug_address = ""
-        self._listen, self._debug_listen = listen, debug_listen
-        self._flags = ["--kubelet-dir", str(kubelet), "--log-format", "json", *flags]
-        if simulate is not None:
-            self._flags += ["--simulate", str(simulate)]
-        if config is not None:
-            self._flags += ["--config", str(config)]
         self._environment = dict(environment or {})
+        self.public_address = ""
         self._process: asyncio.subprocess.Process | None = None
         self._log_from = 0
 
@@ -98,15 +87,12 @@ class AgentProcess:
         """The process id; 0 before the start."""
         return self._process.pid if self._process else 0
 
+    def _arguments(self) -> list[str]:
+        """Return the command and its flags."""
+        raise NotImplementedError
+
     async def spawn(self) -> None:
         """Start the process and return at once."""
-        # Both addresses stay the same over a restart, as they do for a DaemonSet.
-        listen = [
-            "--listen",
-            self.public_address or self._listen,
-            "--debug-listen",
-            self.debug_address or self._debug_listen,
-        ]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._environment}
         with await asyncio.to_thread(self.log_path.open, "ab") as log:
             self._log_from = log.tell()
@@ -115,24 +101,12 @@ class AgentProcess:
                 sys.executable,
                 "-m",
                 *self._program,
-                "run",
-                *self._flags,
-                *listen,
+                *self._arguments(),
                 stderr=log,
                 stdout=log,
                 env=environment,
                 preexec_fn=_end_with_parent,
             )
-
-    async def start(self, *, timeout_seconds: float = 30.0) -> None:
-        """Start the process and wait until it serves HTTP.
-
-        Raises:
-            SimulationError: it ended instead, or not in time; the message holds its last lines.
-        """
-        await self.spawn()
-        line = await self.until_logged("web.listening", timeout_seconds=timeout_seconds)
-        self.public_address, self.debug_address = line["listen"], line["debug_listen"]
 
     async def until_ready(self, *, timeout_seconds: float = 30.0) -> None:
         """Wait until ``/readyz`` succeeds.
@@ -147,27 +121,13 @@ class AgentProcess:
                 return
             if time.monotonic() > deadline:
                 raise SimulationError(
-                    f"the agent was not ready after {timeout_seconds:g} s: {text.strip()}"
+                    f"the {self._name} was not ready after {timeout_seconds:g} s: {text.strip()}"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def get_text(self, path: str, *, debug: bool = False) -> tuple[int, str]:
-        """Return status and body of a GET, or (0, reason) if there is no answer; ``debug`` asks the
-        debug address.
-        """
-        url = f"http://{self.debug_address if debug else self.public_address}{path}"
-        return await asyncio.to_thread(_get, self._opener, url)
-
-    async def get(self, path: str) -> Any:
-        """The JSON behind a debug path.
-
-        Raises:
-            SimulationError: there is none.
-        """
-        status, text = await self.get_text(path, debug=True)
-        if status != 200:
-            raise SimulationError(f"GET {path} answered {status}: {text[:300]}")
-        return json.loads(text)
+    async def get_text(self, path: str) -> tuple[int, str]:
+        """Return status and body of a GET, or (0, reason) if there is no answer."""
+        return await self._get_from(self.public_address, path)
 
     async def metric(self, name: str) -> float:
         """The sum of all samples of one metric; 0 when there are none."""
@@ -175,26 +135,8 @@ class AgentProcess:
         lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    async def until(
-        self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 30.0
-    ) -> Any:
-        """Ask a debug path again and again until its JSON satisfies ``condition``, and return that
-        JSON.
-
-        Raises:
-            SimulationError: not in time; the message holds the last answer.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            answer = await self.get(path)
-            if condition(answer):
-                return answer
-            if time.monotonic() > deadline:
-                raise SimulationError(
-                    f"{path} did not become what was expected within {timeout_seconds:g} s: "
-                    f"{json.dumps(answer)[:2000]}"
-                )
-            await asyncio.sleep(_POLL_SECONDS)
+    async def _get_from(self, address: str, path: str) -> tuple[int, str]:
+        return await asyncio.to_thread(_get, self._opener, f"http://{address}{path}")
 
     async def until_logged(self, event: str, *, timeout_seconds: float = 30.0) -> dict[str, Any]:
         """The first log line of this run with that event name.
@@ -215,7 +157,7 @@ class AgentProcess:
                     else f"did not say {event}"
                 )
                 raise SimulationError(
-                    f"the agent {what}:\n{await asyncio.to_thread(self.log_tail)}"
+                    f"the {self._name} {what}:\n{await asyncio.to_thread(self.log_tail)}"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -264,8 +206,183 @@ class AgentProcess:
             self._process.kill()
             await self._process.wait()
             raise SimulationError(
-                f"the agent did not end within {timeout_seconds:g} s of {number.name}"
+                f"the {self._name} did not end within {timeout_seconds:g} s of {number.name}"
             ) from None
+
+
+class AgentProcess(CommandProcess):
+    """One run of the agent.
+
+    State: the child process and its log file; `start` may be called again after it has ended, and
+    appends to the log.
+    """
+
+    def __init__(
+        self,
+        log_path: Path,
+        *,
+        kubelet: Path,
+        simulate: Path | None,
+        config: Path | None = None,
+        listen: str = "127.0.0.1:0",
+        debug_listen: str = "127.0.0.1:0",
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        through: Sequence[str] = (),
+        module: str = "vgpu_agent",
+        constants: Mapping[str, float | str] | None = None,
+        launcher: str = with_constants.MODULE,
+        opener: urllib.request.OpenerDirector | None = None,
+    ) -> None:
+        """Prepare the run, without starting the process.
+
+        Args:
+            log_path: where its log goes.
+            kubelet: the kubelet's root directory.
+            simulate: directory of the simulated GPUs.
+            config: its configuration file.
+            listen: the value of the flag ``--listen``.
+            debug_listen: the value of the flag ``--debug-listen``.
+            flags: more flags of ``run``.
+            environment: its variables in addition to ours.
+            through: a command that executes the one behind it in its own place (exec), such as
+                ``nsenter``, for an agent in another network.
+            module: the Python module that is run: the agent, or one that changes it.
+            constants: other values for constants of the package, such as shorter pauses; see
+                `with_constants`.
+            launcher: the Python module that sets the constants, and then runs ``module``.
+            opener: how its HTTP servers are reached from here; directly by default.
+        """
+        super().__init__(
+            log_path,
+            name="agent",
+            environment=environment,
+            through=through,
+            module=module,
+            constants=constants,
+            launcher=launcher,
+            opener=opener,
+        )
+        self.debug_address = ""
+        self._listen, self._debug_listen = listen, debug_listen
+        self._flags = ["--kubelet-dir", str(kubelet), "--log-format", "json", *flags]
+        if simulate is not None:
+            self._flags += ["--simulate", str(simulate)]
+        if config is not None:
+            self._flags += ["--config", str(config)]
+
+    def _arguments(self) -> list[str]:
+        # Both addresses stay the same over a restart, as they do for a DaemonSet.
+        listen = [
+            "--listen",
+            self.public_address or self._listen,
+            "--debug-listen",
+            self.debug_address or self._debug_listen,
+        ]
+        return ["run", *self._flags, *listen]
+
+    async def start(self, *, timeout_seconds: float = 30.0) -> None:
+        """Start the process and wait until it serves HTTP.
+
+        Raises:
+            SimulationError: it ended instead, or not in time; the message holds its last lines.
+        """
+        await self.spawn()
+        line = await self.until_logged("web.listening", timeout_seconds=timeout_seconds)
+        self.public_address, self.debug_address = line["listen"], line["debug_listen"]
+
+    async def get_text(self, path: str, *, debug: bool = False) -> tuple[int, str]:
+        """Return status and body of a GET, or (0, reason) if there is no answer; ``debug`` asks the
+        debug address.
+        """
+        return await self._get_from(self.debug_address if debug else self.public_address, path)
+
+    async def get(self, path: str) -> Any:
+        """The JSON behind a debug path.
+
+        Raises:
+            SimulationError: there is none.
+        """
+        status, text = await self.get_text(path, debug=True)
+        if status != 200:
+            raise SimulationError(f"GET {path} answered {status}: {text[:300]}")
+        return json.loads(text)
+
+    async def until(
+        self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 30.0
+    ) -> Any:
+        """Ask a debug path again and again until its JSON satisfies ``condition``, and return that
+        JSON.
+
+        Raises:
+            SimulationError: not in time; the message holds the last answer.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            answer = await self.get(path)
+            if condition(answer):
+                return answer
+            if time.monotonic() > deadline:
+                raise SimulationError(
+                    f"{path} did not become what was expected within {timeout_seconds:g} s: "
+                    f"{json.dumps(answer)[:2000]}"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+class ExtenderProcess(CommandProcess):
+    """One run of the scheduler extender.
+
+    State: as that of `CommandProcess`; `start` may be called again.
+    """
+
+    def __init__(self, log_path: Path, *, kubeconfig: Path, flags: Sequence[str] = ()) -> None:
+        """Prepare the run, without starting the process.
+
+        Args:
+            log_path: where its log goes.
+            kubeconfig: its access to the API server.
+            flags: more flags of ``scheduler``.
+        """
+        super().__init__(log_path, name="extender")
+        self._flags = ["--kubeconfig", str(kubeconfig), *flags]
+
+    @property
+    def url(self) -> str:
+        """The URL to which kube-scheduler sends the verbs, once it is started."""
+        return f"http://{self.public_address}/scheduler"
+
+    def _arguments(self) -> list[str]:
+        # The port stays the same over a restart, as kube-scheduler's configuration has it.
+        port = self.public_address.rpartition(":")[2] or "0"
+        return ["scheduler", *self._flags, "--server-bind-port", port]
+
+    async def start(self, *, timeout_seconds: float = 30.0) -> None:
+        """Start the process and wait until it serves HTTP.
+
+        Raises:
+            SimulationError: it ended instead, or not in time; the message holds its last lines.
+        """
+        await self.spawn()
+        line = await self.until_logged("scheduler.listening", timeout_seconds=timeout_seconds)
+        self.public_address = line["address"]
+
+    async def why(self, pod: str) -> Any:
+        """The answer of ``vgpu-agent why`` about a pod (``namespace/name``).
+
+        Raises:
+            SimulationError: it failed.
+        """
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "vgpu_agent", "why", pod, "--json", "--scheduler", self.public_address),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        if process.returncode != 0:
+            raise SimulationError(f"vgpu-agent why {pod}: {output.decode(errors='replace')[:300]}")
+        return json.loads(output)
 
 
 def _end_with_parent() -> None:
