@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.component
 
-_SECONDS = 40
+_SECONDS = 90
 
 
 class Demo:

@@ -2,8 +2,8 @@
 
 A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and
 restarted under running pods; the kubelet restarts; a wrong request is refused. Shorter stories
-follow about Volcano (`demo_volcano`), vgpu-manager (`demo_vgpu_manager`) and MPS (`demo_mps`). Each
-scene states what it proves and checks it.
+follow about Volcano (`demo_volcano`), vgpu-manager (`demo_vgpu_manager`), scheduling
+(`demo_scheduler`) and MPS (`demo_mps`). Each scene states what it proves and checks it.
 
 With ``--check`` the demo does not wait for a person, and the exit status shows the result. Without
 it the node stays up, with the addresses to curl, until Ctrl-C. However the demo ends, its agents
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vgpu_agent.errors import AgentError, SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cli.demo_mps import play_mps
+from vgpu_agent.sim.cli.demo_scheduler import play_scheduler
 from vgpu_agent.sim.cli.demo_vgpu_manager import play_vgpu_manager
 from vgpu_agent.sim.cli.demo_volcano import play_volcano
 from vgpu_agent.sim.cli.narrator import Narrator
@@ -151,6 +152,7 @@ class _Demo:
             await self._scenes()
             await play_volcano(self._directory / "volcano", self._narrator)
             await play_vgpu_manager(self._directory / "manager", self._narrator)
+            await play_scheduler(self._directory / "scheduler", self._narrator)
             await play_mps(self._directory / "mps", self._narrator)
             self._narrator.say(
                 f"\n{self._narrator.proofs} things checked in {time.monotonic() - began:.1f} s."

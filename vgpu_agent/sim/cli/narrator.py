@@ -1,5 +1,5 @@
 """Scenes, checks and their numbering for the demo's stories.
-Used by `demo`, `demo_volcano`, `demo_vgpu_manager` and `demo_mps`.
+Used by `demo`, `demo_volcano`, `demo_vgpu_manager`, `demo_scheduler` and `demo_mps`.
 """
 
 from __future__ import annotations
