@@ -70,7 +70,13 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--domain", "NAME", "the domain of the keys on Nodes and pods", "nvidia.com", type=_domain)
     add("--scheduler-name", "NAME", "the source of its events", "vgpu-scheduler")
-    add("--server-bind-address", "ADDRESS", "the address to listen on", "127.0.0.1")
+    add(
+        "--server-bind-address",
+        "ADDRESS",
+        "the address to listen on; 0.0.0.0 for all",
+        "127.0.0.1",
+        type=_address,
+    )
     add("--server-bind-port", "PORT", "the port to listen on", 3456, type=_port)
     add(
         "--probe-bind-port",
@@ -111,11 +117,12 @@ def add_parser(subparsers: Any) -> None:
         "NAME",
         "the beginning of the holder's name (default: variable POD_NAME, or the host's name)",
     )
-    add("--leader-elect-resource-name", "NAME", "the Lease's name", "vgpu-scheduler")
+    add("--leader-elect-resource-name", "NAME", "the Lease's name", "vgpu-scheduler", type=_name)
     add(
         "--leader-elect-resource-namespace",
         "NAMESPACE",
         "the Lease's namespace (default: variable POD_NAMESPACE, or kube-system)",
+        type=_name,
     )
     add(
         "--type-match",
@@ -243,6 +250,20 @@ def _port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < 65536):
         raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
     return int(text)
+
+
+def _address(text: str) -> str:
+    if not text.strip():  # it would be every address
+        raise argparse.ArgumentTypeError(f"expected an address such as 0.0.0.0, got {text!r}")
+    return text
+
+
+def _name(text: str) -> str:
+    from vgpu_agent.pods import is_object_name  # noqa: PLC0415
+
+    if text and not is_object_name(text):
+        raise argparse.ArgumentTypeError(f"expected a name that Kubernetes allows, got {text!r}")
+    return text
 
 
 def _domain(text: str) -> str:
