@@ -19,11 +19,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench import drop_in, mixed, nvidia, real_node, storm, vgpu_manager, volcano
+from tests.bench import (
+    drop_in,
+    mixed,
+    nvidia,
+    real_node,
+    scheduler,
+    storm,
+    vgpu_manager,
+    volcano,
+)
 from tests.bench.processors import REFERENCE_SECONDS, seconds_for_additions
 from tests.real_node.rig.host import missing_requirement
 
-REAL_NODE = "node"
+REAL_NODE, SCHEDULER = "node", "scheduler"
 PARTS = {
     "nvidia": ("nvidia.com/gpu, 8 GPUs × 10 replicas", nvidia.measure),
     "drop-in": (
@@ -55,6 +64,10 @@ PARTS = {
         ),
         storm.measure,
     ),
+    SCHEDULER: (
+        "the scheduler extender, 5,000 nodes × 8 cards, beside a real kube-scheduler",
+        scheduler.measure,
+    ),
     REAL_NODE: ("volcano.sh/vgpu-* on a real node, 20 pods at once", real_node.measure),
 }
 
@@ -78,7 +91,11 @@ def main() -> int:
     for part in [arguments.only] if arguments.only else PARTS:
         title, measure = PARTS[part]
         seconds = seconds_for_additions()
-        if part == REAL_NODE and not arguments.only and (reason := missing_requirement()):
+        if (
+            part in {REAL_NODE, SCHEDULER}
+            and not arguments.only
+            and (reason := missing_requirement())
+        ):
             print(f"{title}: left out: {reason}", file=sys.stderr)  # noqa: T201 - what it is for
             continue
         folder = Path(tempfile.mkdtemp(prefix="vgb", dir="/tmp"))  # a short path, for sockets
