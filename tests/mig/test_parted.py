@@ -136,6 +136,31 @@ async def test_a_tool_that_hangs_is_ended(
     assert set(await parted.export(2)) == {0, 1}
 
 
+@pytest.mark.parametrize("leads", ["wait", "exit 0"])
+async def test_a_child_that_ignores_the_first_signal_is_ended_as_well(
+    parted: MigParted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: str
+) -> None:
+    """The tool itself ends at SIGTERM, or has ended before, and its child has the lock."""
+    monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.2)
+    script, works = tmp_path / "forking", parted._program
+    await asyncio.to_thread(
+        script.write_text,
+        f"#!/bin/sh\n(trap '' TERM; exec sleep {FOR_EVER_SECONDS:.0f}) &\n"
+        f"echo $! > {tmp_path}/child\n{leads}\n",
+    )
+    await asyncio.to_thread(script.chmod, 0o755)
+    parted._program = str(script)
+    with pytest.raises(MigError, match="has not ended after"):
+        await impatient(parted).export(2)
+    child = int(await asyncio.to_thread((tmp_path / "child").read_text))
+    try:
+        parted._program, parted._timeout_seconds = works, PATIENCE_SECONDS
+        assert set(await parted.export(2)) == {0, 1}  # the lock is free again
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
 async def test_nonsense_is_no_export(node: SimulatedNode, parted: MigParted) -> None:
     """The message says which tool it was and what it printed."""
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(prints="Segmentation fault"))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _MAX_BYTES = 256 * 1024  # of an export; sixteen GPUs take less than four KiB
 _MAX_SHOWN = 400
 _END_SECONDS = 2.0  # after SIGTERM, and again after SIGKILL
+_LOOK_SECONDS = 0.02
 
 
 class MigParted:
@@ -196,16 +197,33 @@ async def _read(stream: asyncio.StreamReader | None) -> bytes:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Make sure that nothing of the tool runs any more,
-    also when the agent itself is being stopped.
+    """Make sure that nothing of the tool's process group runs any more, also when the agent itself
+    is being stopped. A process that the kernel cannot end in time, because it waits for the driver,
+    keeps the lock.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
-                await process.wait()
+                # the tool's own children have no event to wait for
+                while process.returncode is None or _has_members(process.pid):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_SECONDS)
                 return
+
+
+def _has_members(group: int) -> bool:
+    """Tell whether the process group still has members; its leader must have been waited for."""
+    # Where the agent is process 1 of its container, orphans are its children: until it has waited
+    # for them, they stay in the group after their end.
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _shown(words: str) -> str:
