@@ -106,6 +106,26 @@ def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(
     assert not book.was_left_out(beyond)
 
 
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_static_pod_whose_mirror_was_left_out_is_known_by_the_kubelets_uid(
+    monkeypatch: pytest.MonkeyPatch, *, reported: bool
+) -> None:
+    """Grants have that UID. A mirror without a status may be any user's, and keeps no grant."""
+    monkeypatch.setattr(pods, "MAX_PODS", 1)
+    annotations = {pods.MIRROR_POD: "x", pods.STATIC_POD_HASH: "hash"}
+    mirror = Pod("mirror", "default", "static", annotations=annotations, reported=reported)
+    book = PodCache()
+    book.replace([mirror])
+    book.put(Pod("a", "default", "a", scheduled=True))
+    assert book.get("hash") is None
+    assert book.was_left_out("hash") is reported
+    assert not book.was_left_out("")
+    book.replace([Pod("a", "default", "a", scheduled=True), mirror])
+    assert book.was_left_out("hash") is reported
+    book.remove(mirror)
+    assert not book.was_left_out("hash")
+
+
 def test_a_pod_that_is_displaced_in_vain_is_gone_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -346,8 +346,9 @@ class PodCache:
         self._pods: dict[str, Pod] = {}  # by the API server's UID
         self._sizes: dict[str, int] = {}  # of `_pods`, in bytes
         self._bytes = 0  # the sum of those
-        # the UIDs of those that were left out, the latest at the end
-        self._beyond: dict[str, None] = {}
+        # The API server's UIDs of those that were left out, the latest at the end; of the mirror of
+        # a static pod also the kubelet's UID, otherwise empty.
+        self._beyond: dict[str, str] = {}
         # by the kubelet's UID, and since when
         self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()
         # `pods`, asked for many times between two changes
@@ -393,10 +394,11 @@ class PodCache:
 
     def was_left_out(self, kubelet_uid: str) -> bool:
         """Tell whether a pod with that UID of the kubelet's was left out, so that `get` does not
-        find it. Static pods are not recognised: a mirror that was left out is remembered by its own
-        UID.
+        find it.
         """
-        return kubelet_uid in self._beyond
+        return kubelet_uid in self._beyond or (
+            kubelet_uid != "" and kubelet_uid in self._beyond.values()
+        )
 
     def has_ended(self, kubelet_uid: str) -> bool:
         """Tell whether, by the API server, the pod with that UID of the kubelet's has ended
@@ -440,7 +442,7 @@ class PodCache:
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
         before = self._pods
         self._pods, self._by_name, self._sizes, self._bytes = {}, {}, {}, 0
-        self._beyond = {uid: None for uid in self._beyond if uid not in listed}
+        self._beyond = {uid: claimed for uid, claimed in self._beyond.items() if uid not in listed}
         for pod in self.fitting(listed.values()):
             self._keep(self._placed(pod))
             self._forget_ended(pod.uid)
@@ -549,7 +551,8 @@ class PodCache:
         self.left_out += len(pods)
         for pod in pods:
             self._beyond.pop(pod.uid, None)
-            self._beyond[pod.uid] = None
+            # without the status that the kubelet writes, the claim may be any user's
+            self._beyond[pod.uid] = pod.claimed_uid if pod.reported else ""
             if len(self._beyond) > _MAX_NAMES:
                 del self._beyond[next(iter(self._beyond))]
 

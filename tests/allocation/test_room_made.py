@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, init, wants
 from tests.golden import U0, U1
 from tests.torture import virtual_time
+from vgpu_agent import pods
 from vgpu_agent.errors import CapacityError
-from vgpu_agent.pods import Pod
+from vgpu_agent.model import KubeletRecords
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod
 
 if TYPE_CHECKING:
     # a class that pytest would take for tests
@@ -248,6 +250,40 @@ async def test_an_init_container_that_kubelet_does_not_list_keeps_its_share() ->
     with pytest.raises(CapacityError):
         await place.start(IDS[1:2])
     assert loop.time() - began < 0.1
+
+
+@pytest.mark.looptime
+async def test_a_static_pod_whose_mirror_was_left_out_keeps_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its init container runs, which pod-resources hides, and the pod cache has no room for the
+    mirror. Neither a start that needs room nor a comparison with the records takes the share.
+    """
+    place = UnhurriedPlace()
+    mirror = {MIRROR_POD: "x", STATIC_POD_HASH: "c0ffee00c0ffee00c0ffee00c0ffee00"}
+    pod = msgspec.structs.replace(
+        a_pod("static", init("warm"), annotations={**wants(warm=f"{U0} {GPU_MIB}"), **mirror}),
+        scheduled=False,
+        reported=True,
+    )
+    place.book.replace([pod])
+    (known,) = place.book.pods
+    assert known.kubelet_uid == mirror[STATIC_POD_HASH]
+    await place.admit(known, "warm", IDS[:1], listed=False)
+    await place.start(IDS[:1])
+    new = a_pod("new", annotations=wants(main=f"{U0} {GPU_MIB}"))
+    monkeypatch.setattr(pods, "MAX_PODS", 1)
+    place.book.put(new)
+    assert place.book.pods == (place.book.get(new.uid),)
+    await place.admit(new, "main", IDS[1:2])
+    with pytest.raises(CapacityError):
+        await place.start(IDS[1:2])
+    records = KubeletRecords(tuple(place.pod_resources or ()))
+    for _ in range(2):  # in one reading of the records a grant may be missing
+        place.allocator.confirm(records, reservation_seconds=60)
+    (grant,) = (grant for grant in place.ledger.grants if grant.shares)
+    assert grant.owner is not None
+    assert grant.owner.pod_uid == known.kubelet_uid
 
 
 @given(
