@@ -15,7 +15,7 @@ from vgpu_agent.families.device_lists import (
     STRATEGIES,
     ListOptions,
     VisibleDevice,
-    answer_number,
+    answer_id,
     cdi_names,
     edits_of,
     visible_device,
@@ -42,12 +42,12 @@ D = [
         ("/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap228", "/dev/nvidia-caps/nvidia-cap229"),
     )
 ]
-NUMBER = "11111111-2222-4333-8444-555555555555"
+ANSWER_ID = "11111111-2222-4333-8444-555555555555"
 
 
 def answer(devices: list[VisibleDevice], options: ListOptions) -> Edits:
     """Return the container's edits, after a way through the bytes that the kubelet keeps."""
-    edits = edits_of(devices, options, number=NUMBER)
+    edits = edits_of(devices, options, answer_id=ANSWER_ID)
     (container,) = wire.messages(codec.encode_allocate([edits]), 1)
     assert codec.decode_answer(bytes(container)) == edits
     return edits
@@ -92,7 +92,7 @@ def test_an_annotation_carries_the_cdi_names() -> None:
     """nvidia:A7: no variable, one annotation whose name ends with a UUID."""
     assert answer(A, by("cdi-annotations")) == Edits(
         annotations={
-            f"cdi.k8s.io/nvidia-device-plugin_{NUMBER}": f"k8s.device-plugin.nvidia.com/gpu={U0}"
+            f"cdi.k8s.io/nvidia-device-plugin_{ANSWER_ID}": f"k8s.device-plugin.nvidia.com/gpu={U0}"
         }
     )
 
@@ -101,7 +101,7 @@ def test_the_annotation_prefix_can_be_another() -> None:
     """nvidia:A8: ``example.org/``, and two names separated by a comma."""
     kind = "k8s.device-plugin.nvidia.com/gpu"
     assert answer(B, by("cdi-annotations", cdi_annotation_prefix="example.org/")) == Edits(
-        annotations={f"example.org/nvidia-device-plugin_{NUMBER}": f"{kind}={U0},{kind}={U1}"}
+        annotations={f"example.org/nvidia-device-plugin_{ANSWER_ID}": f"{kind}={U0},{kind}={U1}"}
     )
 
 
@@ -129,7 +129,7 @@ def test_the_field_of_the_device_plugin_api_carries_the_cdi_names() -> None:
 def test_the_bytes_are_those_of_the_replaced_plugin(strategy: str, golden: str) -> None:
     """nvidia:A1 and nvidia:A9 as one container's deterministic protobuf."""
     (container,) = wire.messages(
-        codec.encode_allocate([edits_of(A, by(strategy), number=NUMBER)]), 1
+        codec.encode_allocate([edits_of(A, by(strategy), answer_id=ANSWER_ID)]), 1
     )
     assert base64.b64encode(container).decode() == golden
 
@@ -287,19 +287,19 @@ def test_any_combination_is_the_sum_of_its_strategies(chosen: tuple[str, ...]) -
         assert alone.environment.keys() <= edits.environment.keys()
 
 
-def test_the_number_of_an_answer_is_a_uuid_that_only_its_ids_make() -> None:
+def test_the_id_of_an_answer_is_a_uuid_that_only_its_ids_make() -> None:
     """A repeated Allocate, in any order of the ids, gets the same.
     Other ids or another resource get another.
     """
-    number = answer_number("nvidia.com/gpu", [U0, U1])
-    assert uuid.UUID(number).version == 4
-    assert number == answer_number("nvidia.com/gpu", [U1, U0])
+    found = answer_id("nvidia.com/gpu", [U0, U1])
+    assert uuid.UUID(found).version == 4
+    assert found == answer_id("nvidia.com/gpu", [U1, U0])
     assert (
         len(
             {
-                number,
-                answer_number("nvidia.com/gpu", [U0]),
-                answer_number("nvidia.com/gpu.shared", [U0, U1]),
+                found,
+                answer_id("nvidia.com/gpu", [U0]),
+                answer_id("nvidia.com/gpu.shared", [U0, U1]),
             }
         )
         == 3

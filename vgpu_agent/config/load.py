@@ -1,7 +1,8 @@
 """Load the settings from their sources, each value with its origin; all problems are in one error.
 
 Called by `cli` before anything else is built (a wrong configuration ends the command before a
-socket is opened), and by `watch` for new content of the files. Defaults < file of NVIDIA's plugin <
+socket is opened), by `watch` for new content of the files, by `agent.named_configuration` for
+the file that a label of the Node chooses, and by `convert`. Defaults < file of NVIDIA's plugin <
 our file < environment < flags; an empty variable counts as not set.
 """
 
@@ -80,7 +81,7 @@ class Loaded:
         settings: the values.
         origins: for each path of `schema.values`: ``default``, ``config.yaml:12``,
             ``environment X``, ``flag --x`` or ``derived from simulate``.
-        warnings: sentences about ignored settings; not errors.
+        warnings: sentences about ignored or doubtful settings; not errors.
         sources: the sources it was made of.
         contents: the content of the files.
         collisions: sentences about conflicts between families (`collisions`). ``config check``
@@ -280,6 +281,7 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
             '"xids"'
         )
     yield from checks.without_effect(settings)
+    # families whose pods are spread over GPUs that other families could use
     yield from collisions.spreading_warnings(settings)
     for family in families.DECLARED:
         for flag in (

@@ -119,27 +119,27 @@ def visible_device(uuid: str, inventory: Inventory) -> VisibleDevice | None:
     return VisibleDevice(uuid, f"{gpu.index}:{instance.index}", (node, *instance.capability_nodes))
 
 
-def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, number: str) -> Edits:
+def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, answer_id: str) -> Edits:
     """Return the edits that give ``devices`` to a container, by all chosen strategies together.
 
     Args:
         devices: in the order in which the container is to see them, each once.
         options: of this node.
-        number: a UUID that distinguishes the annotations of several resources of one container;
-            see `answer_number`.
+        answer_id: a UUID that distinguishes the annotations of several resources of one container;
+            see the function of that name.
     """
     edits = Edits(
         {f"NVIDIA_{mode.upper()}": ENABLED for mode in DEVICE_MODES if mode in options.enabled}
     )
     for name, strategy in STRATEGIES.items():
         if name in options.strategies:
-            edits = edits.joined(strategy(devices, options, number))
+            edits = edits.joined(strategy(devices, options, answer_id))
     if options.names_nodes:
         edits = edits.joined(Edits(device_nodes=_device_nodes(devices, options)))
     return edits
 
 
-def answer_number(resource: str, ids: Iterable[str]) -> str:
+def answer_id(resource: str, ids: Iterable[str]) -> str:
     """A UUID for the answer to an Allocate of these ids, in any order:
     upstream draws one, here a repeated call gets the same.
     """
@@ -166,23 +166,23 @@ def cdi_names(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[s
     )
 
 
-def _by_annotation(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
+def _by_annotation(devices: Sequence[VisibleDevice], options: ListOptions, answer_id: str) -> Edits:
     if not (names := cdi_names(devices, options)):
         return Edits()
     return Edits(
         annotations={
-            f"{options.cdi_annotation_prefix}nvidia-device-plugin_{number}": ",".join(names)
+            f"{options.cdi_annotation_prefix}nvidia-device-plugin_{answer_id}": ",".join(names)
         }
     )
 
 
-def _by_cdi_field(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
-    del number
+def _by_cdi_field(devices: Sequence[VisibleDevice], options: ListOptions, answer_id: str) -> Edits:
+    del answer_id
     return Edits(cdi_names=cdi_names(devices, options))
 
 
-def _by_variable(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
-    del number
+def _by_variable(devices: Sequence[VisibleDevice], options: ListOptions, answer_id: str) -> Edits:
+    del answer_id
     environment = {
         VISIBLE_DEVICES: ",".join(_id_of(device, options.id_strategy) for device in devices)
     }
@@ -191,8 +191,8 @@ def _by_variable(devices: Sequence[VisibleDevice], options: ListOptions, number:
     return Edits(environment)
 
 
-def _by_mounts(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
-    del number
+def _by_mounts(devices: Sequence[VisibleDevice], options: ListOptions, answer_id: str) -> Edits:
+    del answer_id
     names = [
         *(_id_of(device, options.id_strategy) for device in devices),
         *(f"imex/{channel}" for channel in options.imex_channels),

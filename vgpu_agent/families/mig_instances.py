@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError
-from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.device_lists import answer_id, edits_of, visible_device
 from vgpu_agent.families.family import Shortfall
 from vgpu_agent.model import Resource, Share
 from vgpu_agent.placement.mixing import ALONE
@@ -128,7 +128,7 @@ class MigInstancesFamily(abc.ABC):
         devices = [
             device for uuid in dict.fromkeys(ids) if (device := visible_device(uuid, inventory))
         ]
-        return edits_of(devices, self._lists, number=answer_number(resource.name, ids))
+        return edits_of(devices, self._lists, answer_id=answer_id(resource.name, ids))
 
     def prefer(
         self,

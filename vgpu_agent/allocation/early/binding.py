@@ -75,7 +75,8 @@ class EarlyBinding:
     the containers are derived from the kubelet's records, and the answers are not needed.
 
     Attributes:
-        wrong_guesses: the number of starts that were refused permanently.
+        wrong_guesses: the number of starts that were refused for good because the answer was
+            another container's.
         exchanges: how often two containers have kept each other's answers.
     """
 
@@ -217,8 +218,8 @@ class EarlyBinding:
         if beyond:
             return RequestRefusedError(
                 f"pod {pod.full_name}: init container {candidate.container.name} has more of GPU "
-                f"{beyond} than the containers after it, and hands its ids on to them, which needs "
-                "binding.mode late"
+                f"{beyond} than its pod's sidecars and main containers together, and hands its ids "
+                "on to them, which needs binding.mode late"
             )
         return decision
 
@@ -226,7 +227,8 @@ class EarlyBinding:
         self, offered: Resource, candidate: Candidate, decision: Decision, family: PodFamily
     ) -> str:
         """Return a device of which an init container with shares of its own gets more than the
-        containers after it have together, where one of these may have its ids; empty without one.
+        pod's lasting containers (sidecars and main ones) have together, where one of these may have
+        its ids; empty without one.
 
         While the init container runs, the ledger has the shares of the later containers under these
         ids (`_make_room_for_init`).
@@ -369,7 +371,8 @@ class EarlyBinding:
             # exchanged, now or before: the files that the kept answer names must be there
             provisions = [given.provision]
         self._make_room_for_init(start, names)
-        # An answer of an earlier version of the agent mounts another directory, `before`.
+        # An answer of an earlier version of the agent mounts another directory, `before`; then that
+        # one too is made anew (`remade`).
         kept = answers.values()
         return [
             msgspec.structs.replace(

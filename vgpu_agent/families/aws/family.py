@@ -19,7 +19,7 @@ import msgspec
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.families.aws.settings import FAMILY, Aws
-from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
+from vgpu_agent.families.device_lists import ListOptions, answer_id, edits_of, visible_device
 from vgpu_agent.families.family import Ownership, Shortfall
 from vgpu_agent.isolation import mps
 from vgpu_agent.isolation.edits import Edits, Mount
@@ -184,7 +184,7 @@ class AwsFamily:
         devices = [
             device for uuid in dict.fromkeys(behind) if (device := visible_device(uuid, inventory))
         ]
-        edits = edits_of(devices, self._options.lists, number=answer_number(resource.name, ids))
+        edits = edits_of(devices, self._options.lists, answer_id=answer_id(resource.name, ids))
         return edits.joined(
             _JOINING[self._options.mps](resource, behind, inventory, self._options.paths)
         )

@@ -17,7 +17,7 @@ from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.device_lists import (
     WSL_NODE,
     VisibleDevice,
-    answer_number,
+    answer_id,
     edits_of,
     visible_device,
 )
@@ -169,7 +169,7 @@ class NvidiaFamily:
         ]
         if self._options.iktos:  # which sorts them (iktos §I.5)
             found.sort(key=_by_index if self._options.lists.id_strategy == "index" else _by_uuid)
-        edits = edits_of(found, self._options.lists, number=answer_number(resource.name, ids))
+        edits = edits_of(found, self._options.lists, answer_id=answer_id(resource.name, ids))
         if resource.sharing is SharingMode.MPS:
             edits = edits.joined(mps_edits(resource, one_by_one(ids), inventory, self._options.mps))
         return edits

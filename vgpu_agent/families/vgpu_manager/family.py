@@ -18,7 +18,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
-from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.device_lists import answer_id, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, Question, requesting_container
 from vgpu_agent.families.vgpu_manager import node_state, pod_state
 from vgpu_agent.families.vgpu_manager.claims import MAX_CARDS
@@ -201,10 +201,10 @@ class VgpuManagerFamily:
             driver_version=question.inventory.driver_version,
             cuda_version=question.inventory.cuda_version,
         )
-        answer = answer_number(question.resource.name, question.ids)
-        return Provision(edits_of(devices, options.lists, number=answer)).joined(
-            self._backend.provision(target)
+        edits = edits_of(
+            devices, options.lists, answer_id=answer_id(question.resource.name, question.ids)
         )
+        return Provision(edits).joined(self._backend.provision(target))
 
     # -- state in the cluster ----------------------------------------------------------------------
 

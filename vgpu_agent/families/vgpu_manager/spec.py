@@ -107,6 +107,7 @@ def _vocabulary(keys: Keys) -> Vocabulary:
             CUDA_MAJOR_LABEL,
             CUDA_MINOR_LABEL,
         ),
+        # written after those by which schedulers count
         progress=frozenset({keys.predicate_time, keys.real_allocated}),
     )
 
@@ -116,6 +117,7 @@ def _renamed(settings: Settings) -> Vocabulary:
 
 
 def _stale_keys(settings: Settings) -> tuple[str, ...]:
+    """Return what is taken off when a pod is recreated."""
     keys = Keys(settings.section(VgpuManager).domain)
     return (*keys.state_annotations, *keys.state_labels)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds, list_size_bytes, too_long
 from vgpu_agent.errors import CapacityError, OfferError, RequestRefusedError, listed, quoted
-from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
+from vgpu_agent.families.device_lists import ListOptions, answer_id, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, Question
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
 from vgpu_agent.families.volcano_gpushare.settings import (
@@ -242,16 +242,14 @@ class VolcanoGpushareFamily:
         devices = [
             device for gpu in gpus if (device := visible_device(gpu.uuid, question.inventory))
         ]
-        number = answer_number(question.resource.name, question.ids)
+        edits = edits_of(
+            devices, self._options.lists, answer_id=answer_id(question.resource.name, question.ids)
+        )
         environment = {
             "VOLCANO_GPU_ALLOCATED": str(len(question.ids) * self._factor(question.inventory)),
             "VOLCANO_GPU_MEMORY_TOTAL": str(gpus[0].memory_mib if gpus else 0),
         }
-        return Provision(
-            edits_of(devices, self._options.lists, number=number).joined(
-                Edits(environment=environment)
-            )
-        )
+        return Provision(edits.joined(Edits(environment=environment)))
 
     # -- state of pod and node ---------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ SPEC = FamilySpec(
     resource_prefixes=(MEMORY_RESOURCE, NUMBER_RESOURCE),
     annotations=(GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
     variables="VOLCANO_GPU_(ALLOCATED|MEMORY_TOTAL)",
+    # written after those by which schedulers count
     progress=frozenset({GPU_ASSIGNED}),
+    # taken off when a pod is recreated
     stale_keys=lambda _: (GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
 )

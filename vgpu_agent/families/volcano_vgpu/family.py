@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
-from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.device_lists import answer_id, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, requesting_container
 from vgpu_agent.families.volcano_vgpu.decisions import (
     DECISION,
@@ -234,10 +234,10 @@ class VolcanoVgpuFamily:
             limit_cores=self._options.limit_cores,
             unit_mib=self._factor or 1,
         )
-        number = answer_number(question.resource.name, question.ids)
-        return Provision(edits_of(devices, self._options.lists, number=number)).joined(
-            self._backend.provision(target)
+        edits = edits_of(
+            devices, self._options.lists, answer_id=answer_id(question.resource.name, question.ids)
         )
+        return Provision(edits).joined(self._backend.provision(target))
 
     # -- state in the cluster ----------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from vgpu_agent.config.types import (
 )
 
 FAMILY = "volcano-vgpu"
-MIG_FAMILY = "volcano-vgpu-mig"
+STATIC_MIG_FAMILY = "volcano-vgpu-mig"  # existing MIG instances
 # the operating modes, as written in the register annotation (volcano-vgpu §2.1)
 HAMI_CORE, MIG = "hami-core", "mig"
 
@@ -238,7 +238,7 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
         text = f"{vgpu.mig_resource_prefix}/{'gpu' if strategy == 'single' else 'mig-'}"
         yield OfferedName(
             text,
-            MIG_FAMILY,
+            STATIC_MIG_FAMILY,
             "volcanoVgpu.migResourcePrefix",
             prefix=strategy == "mixed",
             change_order=2,

@@ -41,8 +41,8 @@ from vgpu_agent.families.volcano_vgpu.settings import (
     FAMILY,
     HAMI_CORE,
     MIG,
-    MIG_FAMILY,
     SETTINGS,
+    STATIC_MIG_FAMILY,
     VolcanoVgpu,
     static_mig_strategy,
 )
@@ -93,7 +93,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     options = VolcanoVgpuOptions.from_settings(
         settings,
         vgpu,
-        lists=facts.pod_lists,
+        lists=facts.pod_lists,  # how containers get their devices, see `NodeFacts`
         node_config=files.node_config,
         geometries=files.device_config.geometries if files.device_config else (),
     )
@@ -312,8 +312,10 @@ SPEC = FamilySpec(
     ),
     metrics=METRICS,
     node_annotations=("volcano.sh/node-vgpu-*",),
+    # written after those by which schedulers count
     progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
-    parts=(MIG_FAMILY,),
+    parts=(STATIC_MIG_FAMILY,),
+    # taken off when a pod is recreated
     stale_keys=lambda _: (NODE, PHASE, TIME, DECISION, TO_ALLOCATE, BIND_TIME),
     scheduling=SchedulingPart(_scheduling, by_default=False),
 )

@@ -1,11 +1,12 @@
 """`volcano-vgpu` in the operating mode `mig`:
 the same names, ids and annotations, but each share is a MIG instance.
 
-Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group
-comes (volcano-vgpu §4.3). A container gets its instance and nothing else: the hardware limits an
-instance, so there is no library and no ``CUDA_…`` variable. The replaced plugin's errors are not
-copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never granted (volcano-vgpu
-D16), and a failure here affects one pod only.
+Volcano's scheduler chooses GPU, group (one of the divisions that the GPU's model can have) and
+position; a GPU is divided when the first pod that is placed in a group comes (volcano-vgpu §4.3). A
+container gets its instance and nothing else: the hardware limits an instance, so there is no
+library and no ``CUDA_…`` variable. The replaced plugin's errors are not copied: no instance is
+given twice (volcano-vgpu D15), a whole GPU is never granted (volcano-vgpu D16), and a failure here
+affects one pod only.
 
 Chosen by `volcano_vgpu.spec` instead of `VolcanoVgpuFamily` where the node is in that mode.
 `decisions` chooses the instances.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
-from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.device_lists import answer_id, edits_of, visible_device
 from vgpu_agent.families.family import Decision, requesting_container
 from vgpu_agent.families.volcano_vgpu.decisions import DECISION, decided_segment
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
@@ -72,12 +73,12 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
     """
 
     def __init__(self, options: VolcanoVgpuOptions) -> None:
-        # An instance cannot be scaled: its memory cannot be booked twice, and all of its compute is
-        # its holder's.
-        unscaled = msgspec.structs.replace(
+        # An instance's memory cannot be booked twice, so it is not scaled. All of its compute is
+        # its holder's, so cores are scaled by 1 at least.
+        own_options = msgspec.structs.replace(
             options, memory_scaling=1.0, cores_scaling=max(1.0, options.cores_scaling)
         )
-        super().__init__(unscaled, MigIsolation())
+        super().__init__(own_options, MigIsolation())
         self._inventory = Inventory()
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
@@ -137,8 +138,8 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         return Provision(
             edits_of(
                 seen,
-                self._options.lists,
-                number=answer_number(question.resource.name, question.ids),
+                self._options.lists,  # how containers get their devices
+                answer_id=answer_id(question.resource.name, question.ids),
             )
         )
 

@@ -19,7 +19,7 @@ from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.mig_instances import MIXED, SINGLE, MigInstancesFamily
 from vgpu_agent.families.volcano_vgpu.offer import visible_gpus
-from vgpu_agent.families.volcano_vgpu.settings import MIG_FAMILY
+from vgpu_agent.families.volcano_vgpu.settings import STATIC_MIG_FAMILY
 
 if TYPE_CHECKING:
     from vgpu_agent.model import Gpu, Inventory, MigInstance
@@ -46,7 +46,7 @@ class StaticMigOptions(msgspec.Struct, frozen=True):
 class VolcanoStaticMigFamily(MigInstancesFamily):
     """The instances under one name, or under one for each profile (volcano-vgpu §4.2)."""
 
-    name = MIG_FAMILY
+    name = STATIC_MIG_FAMILY
 
     def __init__(self, options: StaticMigOptions) -> None:
         super().__init__(options.lists)
