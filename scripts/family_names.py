@@ -51,7 +51,9 @@ def pattern() -> re.Pattern[str]:
                 name.partition("/")[0] for name in (*family.resource_prefixes, *family.annotations)
             } - {f"{VENDOR}.com"}
     words = [rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])" for name in names]
-    return re.compile("|".join(sorted([*words, *(re.escape(f"{domain}/") for domain in domains)])))
+    # a longer domain that ends so is another one, such as that of a scheduler's own API group
+    keys = [rf"(?<![a-z0-9.-]){re.escape(domain)}/" for domain in domains]
+    return re.compile("|".join(sorted([*words, *keys])))
 
 
 def places(code: str, forbidden: re.Pattern[str]) -> Iterator[tuple[int, str]]:

@@ -49,6 +49,7 @@ def test_a_name_or_a_domain_of_a_family_is_found(script: ModuleType, code: str, 
         "x = 1  # volcano.sh/vgpu-node",
         'text = "nvidia.com/gpu, laws and Volcano"',
         "nvidia = flaws = 1",
+        'group = "scheduling.volcano.sh/group-name"',
     ],
 )
 def test_what_explains_or_is_a_word_of_its_own_is_not(script: ModuleType, code: str) -> None:

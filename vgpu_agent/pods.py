@@ -17,7 +17,7 @@ import operator
 import re
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -94,6 +94,21 @@ def container_directory(pod_uid: str, container: str) -> str:
             "allows, so no directory is made for them"
         )
     return f"{pod_uid}_{container}"
+
+
+class PodKeys(NamedTuple):
+    """The annotations, labels and resources of pods that are read; all others are skipped.
+
+    Attributes:
+        annotations: those of pods. The most important first, of each family in turn: where a pod
+            has more text than is kept, the last ones are cut.
+        labels: those of pods.
+        resource_prefixes: the beginnings of the names of resources, as they are without renaming.
+    """
+
+    annotations: tuple[str, ...]
+    labels: tuple[str, ...]
+    resource_prefixes: tuple[str, ...]
 
 
 class ContainerKind(enum.StrEnum):

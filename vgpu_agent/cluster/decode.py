@@ -39,7 +39,7 @@ from vgpu_agent.pods import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vgpu_agent.families.pod_annotations import PodKeys
+    from vgpu_agent.pods import PodKeys
 
     Json = bytes | msgspec.Raw
 

@@ -9,28 +9,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vgpu_agent.families.registry import FAMILIES
-from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH
+from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, PodKeys
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
-
-
-class PodKeys(NamedTuple):
-    """The keys and names of all families.
-
-    Attributes:
-        annotations: those of pods. The most important first, of each family in turn: where a pod
-            has more text than is kept, the last ones are cut.
-        labels: those of pods.
-        resource_prefixes: the beginnings of the names of resources, as they are without renaming.
-    """
-
-    annotations: tuple[str, ...]
-    labels: tuple[str, ...]
-    resource_prefixes: tuple[str, ...]
 
 
 def pod_keys(settings: Settings | None = None) -> PodKeys:

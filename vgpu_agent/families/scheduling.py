@@ -13,11 +13,10 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vgpu_agent.families.pod_annotations import PodKeys
     from vgpu_agent.placement.nodes.book import Holding
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
     from vgpu_agent.placement.nodes.demand import PodDemand
-    from vgpu_agent.pods import DesiredPod, Pod
+    from vgpu_agent.pods import DesiredPod, Pod, PodKeys
 
 
 class Words(msgspec.Struct, frozen=True):

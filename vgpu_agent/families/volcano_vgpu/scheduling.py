@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted, shortened
-from vgpu_agent.families.pod_annotations import BY_DEFAULT, PodKeys
 from vgpu_agent.families.scheduling import Words
 from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import (
@@ -38,7 +37,7 @@ from vgpu_agent.placement.nodes.cards import Card, Hardware, NodeCards, Unfit
 from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand, PodDemand
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.rooms import BINPACK
-from vgpu_agent.pods import ContainerKind, DesiredPod
+from vgpu_agent.pods import ContainerKind, DesiredPod, PodKeys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +67,12 @@ class VolcanoScheduling:
     @property
     def pod_keys(self) -> PodKeys:
         """See `SchedulingFamily`; no option renames them."""
-        return BY_DEFAULT
+        names = self._names
+        return PodKeys(
+            (DECISION, NODE, WANTED_MODE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID),
+            (),
+            (names.number, names.memory, names.cores, names.percentage),
+        )
 
     @property
     def role_label(self) -> str:

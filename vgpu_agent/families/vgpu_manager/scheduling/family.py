@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.pod_annotations import PodKeys
 from vgpu_agent.families.scheduling import Words
 from vgpu_agent.families.vgpu_manager.claims import ContainerClaim, DeviceClaim, write_claims
 from vgpu_agent.families.vgpu_manager.pod_state import ALLOCATING, node_label
 from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
 from vgpu_agent.families.vgpu_manager.scheduling.holdings import holding_of
 from vgpu_agent.families.vgpu_manager.scheduling.node_cards import read_cards
-from vgpu_agent.pods import DesiredPod
+from vgpu_agent.pods import DesiredPod, PodKeys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
