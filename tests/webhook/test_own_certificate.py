@@ -179,9 +179,11 @@ async def test_a_damaged_secret_is_repaired(world: World, data: dict[str, bytes]
     """And the reason is logged."""
     replica = world.replica()
     await replica.round()
-    world.write_secret({**world.secret, **data})
+    before = world.secret
+    world.write_secret({**before, **data})
     await replica.round()
     secret = world.secret
+    assert secret["ca.crt"] == before["ca.crt"]  # so replicas that come later stay trusted
     repaired = certificates.Certified(
         *(secret[key] for key in ("ca.crt", "ca.key", "tls.crt", "tls.key"))
     )
@@ -190,6 +192,26 @@ async def test_a_damaged_secret_is_repaired(world: World, data: dict[str, bytes]
     assert world.bundles()[0] == secret["ca.crt"]
     events = [entry.event for entry in replica._journal.entries]
     assert events.count("webhook.certificate_unusable") == 1
+
+
+async def test_a_secret_that_was_emptied_gets_the_certificate_that_is_served(world: World) -> None:
+    """The API server trusts it, and nothing changes for it."""
+    replica = world.replica()
+    await replica.round()
+    before = world.secret
+    world.server.objects.delete("secrets", "hook-tls", "ns")
+    await replica.round()
+    assert world.secret == before
+
+
+async def test_a_replica_without_the_former_authority_makes_a_new_one(world: World) -> None:
+    """Nobody else has its key."""
+    await world.replica().round()
+    before = world.secret
+    world.write_secret({**before, "ca.key": b"x"})
+    await world.replica().round()
+    assert world.secret["ca.crt"] != before["ca.crt"]
+    assert world.bundles()[0] == world.secret["ca.crt"]
 
 
 async def test_a_bundle_that_somebody_took_away_is_written_again(world: World) -> None:

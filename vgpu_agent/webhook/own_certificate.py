@@ -165,7 +165,7 @@ class OwnCertificate:
             found = _certified(secret.data or {})
             now, names = self._clock(), self._options.names
             if found is None:
-                wanted = self._in_use  # made at the start, and nowhere else
+                wanted = self._in_use  # which the API server trusts, if the Secret was emptied
                 if certificates.is_due(wanted, now):
                     wanted = await asyncio.to_thread(certificates.made, names, now)
             elif problem := await asyncio.to_thread(certificates.problem, found, names, now):
@@ -197,14 +197,15 @@ class OwnCertificate:
         )
 
     async def _replacement(self, found: Certified) -> Certified:
-        """Return a certificate in the place of one that cannot be used, by the same authority if
-        that can still sign.
+        """Return a certificate in the place of one that cannot be used: by the same authority if
+        that can still sign, or by the one that replicas still serve and the API server trusts.
         """
         now, names = self._clock(), self._options.names
-        with contextlib.suppress(CertificateError):
-            wanted = await asyncio.to_thread(certificates.made, names, now, found)
-            if not certificates.problem(wanted, names, now):
-                return wanted
+        for before in (found, self._in_use):
+            with contextlib.suppress(CertificateError):
+                wanted = await asyncio.to_thread(certificates.made, names, now, before)
+                if not certificates.problem(wanted, names, now):
+                    return wanted
         return await asyncio.to_thread(certificates.made, names, now)
 
     async def _read(self) -> _Secret:
