@@ -30,7 +30,7 @@ def test_defaults_that_no_scheduler_knows_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigError) as caught:
         build(options)
     domain, node, topology = caught.value.problems
-    assert domain == "--domain: expected a DNS name in small letters, got No_Domain"
+    assert domain == '--domain: expected a DNS name in small letters, got "No_Domain"'
     assert node.startswith("--default-node-policy: 'tight' is unknown, expected binpack, ")
     assert topology.startswith("--default-topology-mode: 'nvlink' is unknown, expected numa, ")
 
