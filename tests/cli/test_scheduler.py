@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.families.vgpu_manager.scheduling.nodes import pod
+from tests.families.vgpu_manager.scheduling.nodes import container, pod
 from vgpu_agent import log
 from vgpu_agent.cli import main as cli
 from vgpu_agent.cli.scheduler import add_parser
 from vgpu_agent.cluster import credentials
+from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.scheduling import SchedulingFamily
 from vgpu_agent.scheduler import service
 from vgpu_agent.scheduler.service import Lease, Options
@@ -183,6 +184,23 @@ def test_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.lease is not None
     assert other.lease.namespace == "kube-system"
     assert options().pod_name == ""
+
+
+def test_incomplete_requests_are_served_as_asked() -> None:
+    """vgpu-manager §5.3: compute alone takes all of a card's memory, which surprises many."""
+    cores, memory = pod(container(cores=30)), pod(container(memory=5))
+    options()
+    for asked in (cores, memory):
+        assert Started.family.read_demand(asked) is not None
+    options("--cores-only=proportional", "--memory-only=refused")
+    wanted = Started.family.read_demand(cores)
+    assert wanted is not None
+    assert wanted.demand.containers[0].memory_mib(1000, 1) == 300
+    with pytest.raises(RequestRefusedError, match=r"vgpu-memory, and not for nvidia.com/vgpu-cor"):
+        Started.family.read_demand(memory)
+    options("--cores-only", "refused")
+    with pytest.raises(RequestRefusedError, match=r"this cluster wants both, so add nvidia"):
+        Started.family.read_demand(cores)
 
 
 def test_words_for_product_names_match_as_asked() -> None:

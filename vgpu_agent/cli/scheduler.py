@@ -132,6 +132,22 @@ def add_parser(subparsers: Any) -> None:
         _WORDS,
         choices=(_WORDS, _SUBSTRING),
     )
+    add(
+        "--cores-only",
+        "RULE",
+        "a container that asks for compute, and not for memory, gets all of the card's memory "
+        "(as-replaced) or the same part of it (proportional), or is refused",
+        _AS_REPLACED,
+        choices=(_AS_REPLACED, "proportional", _REFUSED),
+    )
+    add(
+        "--memory-only",
+        "RULE",
+        "a container that asks for memory, and not for compute, has no limit of compute "
+        "(as-replaced), or is refused",
+        _AS_REPLACED,
+        choices=(_AS_REPLACED, _REFUSED),
+    )
     add("--log-level", "LEVEL", "debug, info, warning or error", "info", choices=_LEVELS)
     add("--log-format", "FORMAT", "json or console", "json", choices=("json", "console"))
     for flag, why in {
@@ -150,6 +166,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 _WORDS, _SUBSTRING = "words", "substring"
+_AS_REPLACED, _REFUSED = "as-replaced", "refused"
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -176,13 +193,21 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _family(arguments: argparse.Namespace) -> SchedulingFamily:
     from vgpu_agent.families.registry import FAMILIES  # noqa: PLC0415
+    from vgpu_agent.families.scheduling import Incomplete, SchedulingOptions  # noqa: PLC0415
 
     parts = {each.name: each.scheduling for each in FAMILIES if each.scheduling is not None}
     name = arguments.family
     if name and name not in parts:
         raise ConfigError([f"--family: expected {' or '.join(parts)}, got {name!r}"])
     part = parts[name] if name else next(each for each in parts.values() if each.by_default)
-    return part.build(arguments.domain, arguments.type_match == _SUBSTRING)
+    return part.build(
+        SchedulingOptions(
+            domain=arguments.domain,
+            types_cut_numbers=arguments.type_match == _SUBSTRING,
+            cores_only=Incomplete(arguments.cores_only),
+            memory_only=Incomplete(arguments.memory_only),
+        )
+    )
 
 
 def _problems(arguments: argparse.Namespace) -> list[str]:

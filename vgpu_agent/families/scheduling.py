@@ -6,6 +6,7 @@ nothing else.
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -17,6 +18,35 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
     from vgpu_agent.placement.nodes.demand import PodDemand
     from vgpu_agent.pods import DesiredPod, Pod, PodKeys
+
+
+class Incomplete(enum.StrEnum):
+    """What to do with a container that asks for compute without memory, or the other way round."""
+
+    AS_REPLACED = "as-replaced"  # all of the card's memory, and compute without a limit
+    PROPORTIONAL = "proportional"  # the same part of the card's memory as of its compute
+    REFUSED = "refused"
+
+
+class SchedulingOptions(msgspec.Struct, frozen=True):
+    """What the operator decides about the pods of a family.
+
+    Attributes:
+        domain: of its keys, where it may have another one.
+        types_cut_numbers: words for product names match as the replaced extender's do: ``A10``
+            means ``A100``, too.
+        cores_only: for a container that asks for compute, and not for memory.
+        memory_only: for one that asks for memory, and not for compute; not `PROPORTIONAL`, because
+            an agent gives no container a limit that it has not asked for.
+    """
+
+    domain: str = ""
+    types_cut_numbers: bool = False
+    cores_only: Incomplete = Incomplete.AS_REPLACED
+    memory_only: Incomplete = Incomplete.AS_REPLACED
+
+
+DEFAULTS = SchedulingOptions()
 
 
 class Words(msgspec.Struct, frozen=True):

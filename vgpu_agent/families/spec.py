@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.admission import AdmissionFamily, AdmissionOptions
     from vgpu_agent.families.family import IdFamily, PodFamily
     from vgpu_agent.families.plugin_files import PluginFile
-    from vgpu_agent.families.scheduling import SchedulingFamily
+    from vgpu_agent.families.scheduling import SchedulingFamily, SchedulingOptions
     from vgpu_agent.isolation.backend import LibraryLimits
     from vgpu_agent.isolation.mps import MpsOptions
     from vgpu_agent.model import ContainerUsage, ControlledUse, GpuUsage, Grant, Inventory
@@ -234,12 +234,11 @@ class SchedulingPart(msgspec.Struct, frozen=True):
     """What the extender needs of a family.
 
     Attributes:
-        build: the domain of keys that may have another one, and whether a pod's words for product
-            names may cut numbers → the part.
+        build: what the operator decides → the part.
         by_default: its pods are placed unless the operator says otherwise.
     """
 
-    build: Callable[[str, bool], SchedulingFamily]
+    build: Callable[[SchedulingOptions], SchedulingFamily]
     by_default: bool
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.admission import AdmissionFamily, AdmissionOptions
     from vgpu_agent.families.device_lists import ListOptions
-    from vgpu_agent.families.scheduling import SchedulingFamily
+    from vgpu_agent.families.scheduling import SchedulingFamily, SchedulingOptions
     from vgpu_agent.families.spec import NodeFacts
 
 
@@ -148,13 +148,13 @@ def _node_config_path(settings: Settings) -> str:
     return settings.section(VgpuManager).node_config_file if settings.is_on(FAMILY) else ""
 
 
-def _scheduling(domain: str, types_cut_numbers: bool) -> SchedulingFamily:
+def _scheduling(options: SchedulingOptions) -> SchedulingFamily:
     # the agent on a node never needs it
     from vgpu_agent.families.vgpu_manager.scheduling.family import (  # noqa: PLC0415
         VgpuManagerScheduling,
     )
 
-    return VgpuManagerScheduling(Keys(domain), types_cut_numbers=types_cut_numbers)
+    return VgpuManagerScheduling(Keys(options.domain), options)
 
 
 def _device_modes(settings: Settings) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted, shortened
-from vgpu_agent.families.scheduling import Words
+from vgpu_agent.families.scheduling import DEFAULTS, Words
 from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import (
     NO_TYPE,
@@ -42,6 +42,7 @@ from vgpu_agent.pods import ContainerKind, DesiredPod, PodKeys
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vgpu_agent.families.scheduling import SchedulingOptions
     from vgpu_agent.pods import Pod
 
 MAX_CARDS = 64
@@ -55,9 +56,9 @@ _MAX_ENTRIES = 64  # of a list in an annotation
 class VolcanoScheduling:
     """See `SchedulingFamily`; no state of its own."""
 
-    def __init__(self, names: Names, *, types_cut_numbers: bool = False) -> None:
-        """Build it; with ``types_cut_numbers``, ``A10`` means ``A100``, too."""
-        self._names, self._types_cut_numbers = names, types_cut_numbers
+    def __init__(self, names: Names, options: SchedulingOptions = DEFAULTS) -> None:
+        """Build it for resources of these names."""
+        self._names, self._options = names, options
 
     @property
     def slots(self) -> str:
@@ -162,7 +163,7 @@ class VolcanoScheduling:
             exclude_types=() if included else _entries(pod, NO_TYPE),
             include_uuids=_entries(pod, USE_UUID),
             exclude_uuids=_entries(pod, NO_UUID),
-            types_cut_numbers=self._types_cut_numbers,
+            types_cut_numbers=self._options.types_cut_numbers,
         )
         return PodDemand(demand, tuple(each.name for each in asking))
 

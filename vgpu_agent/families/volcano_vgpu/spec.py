@@ -52,7 +52,7 @@ from vgpu_agent.isolation.hami_core import HamiCore
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import IdFamily
-    from vgpu_agent.families.scheduling import SchedulingFamily
+    from vgpu_agent.families.scheduling import SchedulingFamily, SchedulingOptions
     from vgpu_agent.families.spec import NodeFacts
     from vgpu_agent.families.volcano_vgpu.files import Overlay
 from vgpu_agent.isolation.backend import Backend
@@ -258,11 +258,11 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
     return ""
 
 
-def _scheduling(_: str, types_cut_numbers: bool) -> SchedulingFamily:
+def _scheduling(options: SchedulingOptions) -> SchedulingFamily:
     # the agent on a node never needs it
     from vgpu_agent.families.volcano_vgpu.scheduling import VolcanoScheduling  # noqa: PLC0415
 
-    return VolcanoScheduling(Names(), types_cut_numbers=types_cut_numbers)
+    return VolcanoScheduling(Names(), options)
 
 
 SPEC = FamilySpec(

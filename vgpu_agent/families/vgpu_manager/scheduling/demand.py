@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.families.scheduling import DEFAULTS, Incomplete
 from vgpu_agent.families.vgpu_manager.requests import asks, listed_texts, read_request
 from vgpu_agent.placement.nodes.demand import (
     PHYSICAL,
@@ -18,30 +19,31 @@ from vgpu_agent.placement.topology import MODES, NONE, POLICIES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vgpu_agent.families.scheduling import SchedulingOptions
     from vgpu_agent.families.vgpu_manager.keys import Keys
-    from vgpu_agent.pods import Pod
+    from vgpu_agent.families.vgpu_manager.requests import Request
+    from vgpu_agent.pods import Pod, PodContainer
 
 _MAX_ENTRIES = 64  # of a list in an annotation; each is compared with each card of each Node
 
 
-def read_demand(pod: Pod, keys: Keys, *, types_cut_numbers: bool = False) -> PodDemand | None:
+def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> PodDemand | None:
     """Return the demand of a pod, None if none of its containers asks for cards.
 
-    With ``types_cut_numbers``, words for product names match as vgpu-manager's do: ``A10`` means
-    ``A100``, too. Unknown words of policies count as ``none`` (vgpu-manager §4.1).
+    Unknown words of policies count as ``none`` (vgpu-manager §4.1).
 
     Raises:
         RequestRefusedError: no Node can ever serve it: a limit is no whole number or is out of
-            range, or an annotation is too long. The text names pod, container, key and value.
+            range, an annotation is too long, or the operator wants no such request. The text names
+            pod, container, key and value.
     """
     asking = [container for container in pod.containers if asks(container, keys)]
     if not asking:
         return None
     # `Pod.containers` has them in the order of the claims: init containers and sidecars first.
-    requests = [read_request(pod, container, keys, 1) for container in asking]
     containers = tuple(
-        ContainerDemand(container.kind, each.number, each.cores_percent, each.memory_mib)
-        for container, each in zip(asking, requests, strict=True)
+        _container_demand(pod, container, read_request(pod, container, keys, 1), keys, options)
+        for container in asking
     )
 
     def word(key: str, words: Sequence[str]) -> str:
@@ -68,6 +70,30 @@ def read_demand(pod: Pod, keys: Keys, *, types_cut_numbers: bool = False) -> Pod
         entries(keys.exclude_type),
         entries(keys.include_uuid),
         entries(keys.exclude_uuid),
-        types_cut_numbers,
+        options.types_cut_numbers,
     )
     return PodDemand(demand, tuple(container.name for container in asking))
+
+
+def _container_demand(
+    pod: Pod, container: PodContainer, request: Request, keys: Keys, options: SchedulingOptions
+) -> ContainerDemand:
+    cores, memory = request.cores_percent, request.memory_mib
+    incomplete = (
+        (options.cores_only, keys.cores, keys.memory)
+        if memory is None and container.limits.get(keys.cores, 0)
+        else (options.memory_only, keys.memory, keys.cores)
+        if not cores
+        else None
+    )
+    part = 100
+    if incomplete is not None:
+        rule, there, missing = incomplete
+        if rule is Incomplete.REFUSED:
+            raise RequestRefusedError(
+                f"pod {pod.full_name}, container {container.name}: it asks for {there}, and not "
+                f"for {missing}; this cluster wants both, so add {missing}"
+            )
+        if rule is Incomplete.PROPORTIONAL and memory is None:
+            part = cores
+    return ContainerDemand(container.kind, request.number, cores, memory, part)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.scheduling import Words
+from vgpu_agent.families.scheduling import DEFAULTS, Words
 from vgpu_agent.families.vgpu_manager.claims import ContainerClaim, DeviceClaim, write_claims
 from vgpu_agent.families.vgpu_manager.pod_state import ALLOCATING, node_label
 from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
@@ -17,6 +17,7 @@ from vgpu_agent.pods import DesiredPod, PodKeys
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vgpu_agent.families.scheduling import SchedulingOptions
     from vgpu_agent.families.vgpu_manager.keys import Keys
     from vgpu_agent.placement.nodes.book import Holding
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
@@ -29,9 +30,9 @@ ROLE_LABEL = "vgpu-manager.io/scheduler-role"
 class VgpuManagerScheduling:
     """See `SchedulingFamily`; no state of its own."""
 
-    def __init__(self, keys: Keys, *, types_cut_numbers: bool = False) -> None:
-        """Build it; for ``types_cut_numbers`` see `read_demand`."""
-        self._keys, self._types_cut_numbers = keys, types_cut_numbers
+    def __init__(self, keys: Keys, options: SchedulingOptions = DEFAULTS) -> None:
+        """Build it; the keys have their domain already."""
+        self._keys, self._options = keys, options
 
     @property
     def slots(self) -> str:
@@ -77,7 +78,7 @@ class VgpuManagerScheduling:
 
     def read_demand(self, pod: Pod) -> PodDemand | None:
         """See `SchedulingFamily`."""
-        return read_demand(pod, self._keys, types_cut_numbers=self._types_cut_numbers)
+        return read_demand(pod, self._keys, self._options)
 
     def read_holding(self, pod: Pod) -> Holding | None:
         """See `SchedulingFamily`."""
