@@ -49,17 +49,18 @@ class Caller:
     """
 
     def __init__(self, address: str, authorities: bytes) -> None:
-        self.address = address
+        self.address, self.stays = address, True
         self._context = ssl.create_default_context(cadata=authorities.decode())
 
     async def ask(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status and answer over a new connection."""
+        """Status and answer over a new connection, which `stays` open if the server wants it."""
         connector = aiohttp.TCPConnector(ssl=self._context)
         async with aiohttp.ClientSession(connector=connector) as http:
             method = "GET" if body is None else "POST"
             data = None if body is None else io.BytesIO(body)
             url = f"https://{self.address}{path}"
             async with http.request(method, url, data=data, server_hostname=NAME) as answer:
+                self.stays = answer.headers.get("Connection", "") != "close"
                 return answer.status, await answer.read()
 
 
@@ -191,7 +192,9 @@ async def test_files_are_read_again_when_they_change(
     files, authorities = await asyncio.to_thread(write, tmp_path)
     options = Options(files, host="127.0.0.1", port=0, watches_nodes=False, **QUICK_STOP)
     async with serving(options) as found:
-        assert (await Caller(found.address, authorities).ask("/readyz"))[0] == 200
+        caller = Caller(found.address, authorities)
+        assert (await caller.ask("/readyz"))[0] == 200
+        assert caller.stays
         _, renewed = await asyncio.to_thread(write, tmp_path)
         assert (await Caller(found.address, renewed).ask("/readyz"))[0] == 200
 
@@ -261,6 +264,7 @@ async def test_a_signal_to_stop_lets_the_service_forget_the_replica_first(
     await eventually(lambda: found.trouble)
     assert (await caller.ask("/readyz"))[0] == 503
     assert response((await caller.ask("/pods/mutate", review(pod(container()))))[1])["allowed"]
+    assert not caller.stays
     await asyncio.wait_for(running, PATIENCE_SECONDS)
     with pytest.raises(aiohttp.ClientConnectorError):
         await caller.ask("/healthz")

@@ -258,7 +258,10 @@ class Service:
                     body = await self._body(request)
             except TimeoutError:
                 raise web.HTTPRequestTimeout(text="the review did not arrive in time") from None
-            return _json(answer(body))
+            found = _json(answer(body))
+            if self._stopping.is_set():
+                found.force_close()  # the next call goes to a replica that stays
+            return found
 
         return handle
 
