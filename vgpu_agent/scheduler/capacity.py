@@ -172,7 +172,8 @@ def capacity(views: Sequence[NodeView]) -> Generator[None, None, Capacity]:
     yield
     types = _Types()
     for alike in _by_hardware(views):
-        yield from types.count(alike)
+        yield from types.count(alike[0].hardware, [state.taken for state in alike])
+    yield from types.add_up()
     found = types.found()
     largest = Largest(
         max((each.largest.memory_mib for each in found), default=0),
@@ -193,15 +194,12 @@ def capacity(views: Sequence[NodeView]) -> Generator[None, None, Capacity]:
     )
 
 
-def _by_hardware(views: Sequence[NodeView]) -> list[list[tuple[State, int]]]:
-    """Return the states of Nodes with equal cards, each with the number of Nodes that have it."""
-    counts: dict[int, int] = collections.Counter(
-        id(view.state) for view in views if view.state is not None
-    )
-    states = {id(view.state): view.state for view in views if view.state is not None}
-    found: dict[int, list[tuple[State, int]]] = {}
-    for key, state in states.items():
-        found.setdefault(id(state.hardware), []).append((state, counts[key]))
+def _by_hardware(views: Sequence[NodeView]) -> list[list[State]]:
+    """Return the states of all Nodes, those of Nodes with equal cards together."""
+    found: dict[int, list[State]] = {}
+    for view in views:
+        if view.state is not None:
+            found.setdefault(id(view.state.hardware), []).append(view.state)
     return list(found.values())
 
 
@@ -215,28 +213,33 @@ class _Types:
     def __init__(self) -> None:
         self.whole_cards = 0
         self._types: dict[str, CardType] = {}
+        # kind of a card and the unit of its Node → what is taken → cards
+        self._taken: dict[tuple[Card, int], collections.Counter[Amounts]] = {}
         self._buckets: dict[str, collections.Counter[int]] = {}
 
-    def count(self, alike: Sequence[tuple[State, int]]) -> Generator[None, None, None]:
-        """Count the cards of Nodes with equal cards."""
-        hardware = alike[0][0].hardware
+    def count(
+        self, hardware: Hardware, taken: Sequence[tuple[Amounts, ...]]
+    ) -> Generator[None, None, None]:
+        """Count the cards of Nodes with equal cards; ``taken`` is one entry a Node."""
         for model in {card.model for card in hardware.cards}:
-            self._of(model).nodes += sum(nodes for _, nodes in alike)
-        for number, card in enumerate(hardware.cards):
-            taken: collections.Counter[Amounts] = collections.Counter()
-            for states in _parts(alike):
-                for state, nodes in states:
-                    taken[state.taken[number]] += nodes
-                yield
+            self._of(model).nodes += len(taken)
+        for card, column in zip(hardware.cards, zip(*taken, strict=True), strict=True):
+            kind = msgspec.structs.replace(card, numa=None), hardware.memory_factor
+            self._taken.setdefault(kind, collections.Counter()).update(column)
+            yield
+        whole = _whole(hardware)
+        for nodes in _parts(taken):
+            for of_node in nodes:
+                self._add_whole(of_node, whole)
+            yield
+
+    def add_up(self) -> Generator[None, None, None]:
+        """Add up all counted cards."""
+        for (card, memory_factor), taken in self._taken.items():
             for counted in _parts(list(taken.items())):
                 for amounts, cards in counted:
-                    self._add(card, amounts, cards, hardware.memory_factor)
+                    self._add(card, amounts, cards, memory_factor)
                 yield
-        whole = _whole(hardware)
-        for states in _parts(alike):
-            for state, _ in states:
-                self._add_whole(state.taken, whole)
-            yield
 
     def _add(self, card: Card, taken: Amounts, count: int, memory_factor: int) -> None:
         """Count cards of which the same is taken."""
