@@ -39,7 +39,7 @@ _SLICE_SECONDS = 0.002
 _PAUSE_SECONDS = 0.002
 _KEPT_SECONDS = 1.0  # for `/capacity`
 # of computing, after which pods are no more counted and changes no more tried
-_MOST_SECONDS = 2.0
+_MOST_SECONDS = 3.0
 _GET_SECONDS = 5.0  # for the pod
 _MAX_WAITING = 8
 _MAX_GATES = 16
