@@ -17,10 +17,21 @@ from tests.scheduler.test_extender import SMALL, WHOLE, Cluster, a_pod
 from vgpu_agent.cluster import decode
 from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerScheduling
 from vgpu_agent.nodes import Node
+from vgpu_agent.placement.nodes import survey
+from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.nodes.survey import finish
-from vgpu_agent.scheduler import page
-from vgpu_agent.scheduler.explain import FITS, MAX_ROWS, Explanation, Facts, Waiting, explain
+from vgpu_agent.pods import ContainerKind
+from vgpu_agent.scheduler import page, shortage
+from vgpu_agent.scheduler.explain import (
+    FITS,
+    MAX_ROWS,
+    Explanation,
+    Facts,
+    Waiting,
+    _amounts,
+    explain,
+)
 
 NOW = 1787331600.0  # 2026-08-21 17:00:00 UTC, that of `Cluster`
 
@@ -349,6 +360,42 @@ async def test_slots_and_unhealthy_cards_have_sentences() -> None:
         f"1 card that the pod wants (annotation nvidia.com/include-gpu-uuid: {uuid(0, 1).lower()}) "
         "exists on 1 Node: 0 untouched, 0 in use, 1 unhealthy or divided by MIG."
     )
+
+
+@pytest.mark.parametrize(
+    ("container", "asked", "sentence"),
+    [
+        (
+            ContainerDemand(ContainerKind.MAIN, 1, 10, None, memory_percent=90),
+            "1 card with 90 % of its memory and 10 % of the compute",
+            (
+                "the pod asks for 90 % of the memory of 1 card of one Node; the largest share that "
+                "is free for it on any card is 20480 MiB (card 1 of n0, held by default/b)."
+            ),
+        ),
+        (
+            ContainerDemand(ContainerKind.MAIN, 1, 10, 1, alone=True),
+            "1 card with 1 MiB and 10 % of the compute, with no other pod on it",
+            (
+                "the pod wants 1 card of one Node for itself; the most cards without any pod on "
+                "one are 0."
+            ),
+        ),
+    ],
+)
+async def test_parts_of_cards_and_cards_for_one_pod(
+    container: ContainerDemand, asked: str, sentence: str
+) -> None:
+    """Another family asks for these."""
+    cluster, words = Cluster(1), VgpuManagerScheduling(KEYS).words
+    bound(cluster, "a", claim(0, 0, 10, 12288))
+    bound(cluster, "b", claim(0, 1, 20, 4096))
+    demand = Demand((container,))
+    groups = finish(survey.grouped(demand, cluster.book.views()))
+    name_of = cluster.extender.name_of
+    (text,) = finish(shortage.sentences(demand, groups, words, name_of))
+    assert sentence in text
+    assert _amounts(container, 1, words) == asked
 
 
 @pytest.mark.looptime

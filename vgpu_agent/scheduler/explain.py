@@ -448,12 +448,14 @@ def _request(wanted: PodDemand, views: Sequence[NodeView], words: Words) -> Iter
 def _amounts(container: ContainerDemand, factor: int, words: Words) -> str:
     each = "1 card with" if container.number == 1 else f"{container.number} cards, each with"
     if container.memory_units is None:
-        memory = "all of its memory"
+        part = container.memory_percent
+        memory = "all of its memory" if part == 100 else f"{part} % of its memory"
     elif factor:
         memory = f"{container.memory_units * factor} MiB"
     else:
         memory = f"{container.memory_units} units of {words.memory}, which Nodes count differently,"
-    return f"{each} {memory} and {_percent(container.cores_percent)}"
+    alone = ", with no other pod on it" * container.alone
+    return f"{each} {memory} and {_percent(container.cores_percent)}{alone}"
 
 
 def _percent(cores_percent: int) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_NAMES = 5  # of Nodes, pods or product names in one sentence
 _LONGEST_NAME = 100
+_WHOLE_PERCENT = 100
 _MISMATCHES = (Reason.DeviceTypeMismatch, Reason.DeviceUUIDMismatch)
 _REASON_OF_MODE = {
     LINK_STRICT: "joined by NVLink",
@@ -106,6 +107,7 @@ class _Figures:
         self.memory, self.cores, self.untouched = _Best(), _Best(), _Best()
         self.usable, self.size, self.core_size = _Best(), _Best(), _Best()
         self.slots, self.all_memory, self.all_cores = _Best(), _Best(), _Best()
+        self.empty = _Best()
         self.blocked: collections.Counter[Reason] = collections.Counter()
 
     def add(self, group: Group) -> None:
@@ -126,6 +128,7 @@ class _Figures:
         left = shares(view, view.unwanted(self._demand))
         self.usable.offer(sum(card.blocked is None for card in view.state.hardware.cards), view)
         self.slots.offer(sum(each.slots for each in left), view)
+        self.empty.offer(sum(each.is_untouched for each in left), view)
         self.all_memory.offer(sum(each.memory_mib for each in left), view)
         self.all_cores.offer(sum(each.cores_percent for each in left), view)
         whole = [
@@ -216,7 +219,7 @@ def _changed(change: Change, demand: Demand, words: Words) -> str:
         case "memory_units" if None in memory:
             # With an amount of memory and none of compute, the pod would have no limit of compute.
             return (
-                f"With {words.memory}: {change.value} instead of all memory of a card, and "
+                f"With {words.memory}: {change.value} instead of a part of each card's memory, and "
                 f"{words.cores}: {cores}"
             )
         case "memory_units":
@@ -309,11 +312,17 @@ class _Missing(msgspec.Struct, frozen=True):
 
 
 def _slots(missing: _Missing) -> str:
-    best = missing.figures.slots
+    demand, best = missing.demand, missing.figures.slots
+    if any(each.alone for each in demand.containers):
+        best = missing.figures.empty
+        return (
+            f"the pod wants {counted(demand.most_cards, 'card')} of one Node for itself; the most "
+            f"cards without any pod on one are {best.figure}{_on(best)}. Wait until pods there end."
+        )
     return (
-        f"slots are missing. The pod takes {counted(total(missing.demand, 1, 0)[0], 'slot')} of "
-        f"cards of one Node; the most that are left for it on one are {best.figure}{_on(best)}. "
-        "Wait until pods there end, or let the cards be split into more slots (node configuration)."
+        f"slots are missing. The pod takes {counted(total(demand, 1, 0)[0], 'slot')} of cards of "
+        f"one Node; the most that are left for it on one are {best.figure}{_on(best)}. Wait until "
+        "pods there end, or let the cards be split into more slots (node configuration)."
     )
 
 
@@ -397,7 +406,9 @@ def _spoilt(key: str, notes: str) -> str:
 def _memory(missing: _Missing) -> str:
     figures, demand, words = missing.figures, missing.demand, missing.words
     units = [each.memory_units for each in demand.containers]
-    whole = [each.number for each in demand.containers if each.memory_units is None]
+    parts = {
+        each.memory_percent: each.number for each in demand.containers if each.memory_units is None
+    }
     most = max((each or 0 for each in units), default=0)
     view = figures.size.view
     factor = view.state.hardware.memory_factor if view is not None and view.state else 1
@@ -407,12 +418,20 @@ def _memory(missing: _Missing) -> str:
             f"no card there has more than {figures.size.figure} MiB in all; the pod asks for "
             f"{asked} MiB on each of its cards. Lower {words.memory}, or add larger cards."
         )
-    if whole and figures.untouched.figure < max(whole):
+    part = max(parts, default=0)
+    if part == _WHOLE_PERCENT and figures.untouched.figure < parts[part]:
         return (
-            f"the pod asks for all memory of {counted(max(whole), 'card')} of one Node, so no "
+            f"the pod asks for all memory of {counted(parts[part], 'card')} of one Node, so no "
             "other pod may have memory of them; the most such cards of one Node are "
             f"{figures.untouched.figure}{_on(figures.untouched)}. Wait until pods there end, or "
             f"set {words.memory}."
+        )
+    if part and not most:
+        return (
+            f"the pod asks for {part} % of the memory of {counted(parts[part], 'card')} of one "
+            f"Node; the largest share that is free for it on any card is {figures.memory.figure} "
+            f"MiB{_card_of(figures.memory, missing.name_of)}. Wait until pods there end, or ask "
+            "for less."
         )
     if figures.memory.figure < asked:
         return (
