@@ -50,6 +50,7 @@ KINDS = {
         Kind("events", "Event"),
         Kind("poddisruptionbudgets", "PodDisruptionBudget", "policy/v1", has_status=True),
         Kind("secrets", "Secret"),
+        Kind("leases", "Lease", "coordination.k8s.io/v1"),
         *(
             Kind(
                 f"{kind.lower()}webhookconfigurations",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.api.objects import Object
 
 _PATH = re.compile(
-    r"/(?:api/v1|apis/(?:(?:events|admissionregistration)\.k8s\.io|policy)/v1)"
+    r"/(?:api/v1|apis/(?:(?:events|admissionregistration|coordination)\.k8s\.io|policy)/v1)"
     r"(?:/namespaces/(?P<namespace>[^/]+))?/"
     r"(?P<resource>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?"
 )
