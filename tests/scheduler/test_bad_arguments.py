@@ -74,7 +74,7 @@ words: Anything = st.one_of(
     st.sampled_from(["a10", "A10,,H100", "," * 3000, "x," * 100, "GPU-", "default[0_GPU-0_1_1]"]),
     st.text(max_size=30),
 )
-annotations: Anything = st.dictionaries(
+pod_texts: Anything = st.dictionaries(
     st.sampled_from([*KEYS.state_annotations, *KEYS.user_annotations, KEYS.node_policy, "x/y"]),
     words,
     max_size=5,
@@ -87,7 +87,7 @@ pods: Anything = st.fixed_dictionaries(
                 "namespace": st.one_of(st.just("default"), names),
                 "uid": st.one_of(st.sampled_from(["uid-1", "uid-2", "", "a/b"]), st.text()),
             },
-            optional={"annotations": st.one_of(annotations, anything), "labels": anything},
+            optional={"annotations": st.one_of(pod_texts, anything), "labels": anything},
         ),
         "spec": st.fixed_dictionaries(
             {"containers": containers},
