@@ -53,6 +53,7 @@ class Cluster:
             family=family,
             read_pod=read_pod,
             known=self.known,
+            alignment=self.extender.alignment,
             budgets=self.budgets,
             counted=self.extender.resources,
             journal=self.journal,

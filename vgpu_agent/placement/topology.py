@@ -26,11 +26,11 @@ MODES = (NUMA, NUMA_STRICT, LINK, LINK_STRICT)
 
 # A tier is the cards that are joined by links of at least this type: NVLink, PCIe switch, NUMA
 # node, any; the best first (vgpu-manager §5.6).
-_NVLINK = 7
-_TIERS = (_NVLINK, 4, 2, 1)
+NVLINK = 7
+_TIERS = (NVLINK, 4, 2, 1)
 # What the cards of a tier have instead of NVLinks, for their pod's owner.
 _INSTEAD = {
-    _NVLINK: "",
+    NVLINK: "",
     4: "no NVLinks, but a PCIe switch",
     2: "no NVLinks, but one NUMA node",
     1: "no NVLinks",
@@ -197,5 +197,5 @@ def _members(
 
 
 def _score(link_type: int) -> int:
-    nvlinks = link_type - _NVLINK + 1
+    nvlinks = link_type - NVLINK + 1
     return _SCORE_PER_NVLINK * nvlinks if nvlinks > 0 else _SCORE_PER_LINK_TYPE * link_type

@@ -23,6 +23,7 @@ from vgpu_agent.errors import AgentError, ClusterError, RequestRefusedError
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.placement.nodes.book import Choice
 from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.scheduler.alignment import Alignment
 from vgpu_agent.scheduler.known_pods import KnownPods
 from vgpu_agent.scheduler.messages import (
     BindingResult,
@@ -109,6 +110,7 @@ class Extender:
 
     Attributes:
         records: names of pods and the last questions about them, for people.
+        alignment: places pods of one group near each other.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Extender:
         self._leads = leads
         self._metrics, self._events = metrics or Metrics(), events
         self._known = KnownPods() if known is None else known
+        self.alignment = Alignment(book, self._known, family.slots)
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
@@ -366,11 +369,12 @@ class Extender:
     def _choose(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice:
         """Choose a Node and keep its cards for the pod, in the place of those on another one."""
         self._end_promise(pod.uid)
-        choice = self._book.choose(wanted.demand, list(candidates))
+        choice = self.alignment.choose(pod, wanted.demand, list(candidates))
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
             self._metrics.count_placed(wanted.demand)
             self._promise(pod, choice.holding, wanted)
+            self._known.promise(pod)
             self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
         elif self._events is not None:
             self._events.fits_nowhere(pod, choice.reasons)
@@ -407,6 +411,7 @@ class Extender:
     def _end_promise(self, uid: str) -> None:
         if self._promises.pop(uid, None) is not None:
             self._book.release(uid)
+            self._known.end_promise(uid)
 
     # -- bind --------------------------------------------------------------------------------------
 

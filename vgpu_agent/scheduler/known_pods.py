@@ -22,10 +22,12 @@ class KnownPod(msgspec.Struct, frozen=True):
     Attributes:
         node: to which the watch has shown it bound; empty before.
         facts: what a scheduler has to know of it.
+        is_watched: the watch has shown it, and will show its end.
     """
 
     node: str
     facts: SchedulingFacts
+    is_watched: bool = True
 
 
 class KnownPods:
@@ -50,6 +52,17 @@ class KnownPods:
         self._pods[pod.uid] = KnownPod(pod.node, facts)
         if facts.group:
             self._groups.setdefault(facts.group, {})[pod.uid] = None
+
+    def promise(self, pod: Pod) -> None:
+        """Note a pod that has been promised cards; the watch may not have shown it yet."""
+        if pod.scheduling is not None and pod.scheduling.group and pod.uid not in self._pods:
+            self.see(pod)
+            self._pods[pod.uid] = KnownPod(pod.node, pod.scheduling, is_watched=False)
+
+    def end_promise(self, uid: str) -> None:
+        """Forget such a pod, unless the watch has shown it meanwhile."""
+        if (known := self._pods.get(uid)) is not None and not known.is_watched:
+            self.forget(uid)
 
     def forget(self, uid: str) -> None:
         """Forget a pod that was deleted or has ended."""

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import RequestRefusedError
-from vgpu_agent.placement.nodes.book import CardsInUse, unwanted
+from vgpu_agent.placement.nodes.alignment import windows
+from vgpu_agent.placement.nodes.book import unwanted
+from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.nodes.victims import Room, Verdicts, Victim, by_importance, choose_victims
+from vgpu_agent.placement.topology import LINK_STRICT
 from vgpu_agent.scheduler.messages import (
     MetaPod,
     MetaVictims,
@@ -26,14 +29,16 @@ from vgpu_agent.scheduler.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from vgpu_agent.families.scheduling import SchedulingFamily
     from vgpu_agent.journal import Journal
-    from vgpu_agent.placement.nodes.book import Book
+    from vgpu_agent.placement.nodes.alignment import Anchor
+    from vgpu_agent.placement.nodes.book import Book, CardsInUse
     from vgpu_agent.placement.nodes.budgets import Budgets
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.pods import Pod, SchedulingFacts
+    from vgpu_agent.scheduler.alignment import Alignment
     from vgpu_agent.scheduler.known_pods import KnownPods
     from vgpu_agent.scheduler.messages import PreemptionArguments, Proposal
 
@@ -51,6 +56,7 @@ class _Preemptor(msgspec.Struct, frozen=True):
     facts: SchedulingFacts
     demand: Demand
     verdicts: Verdicts
+    anchor: Anchor
 
 
 class Preemption:
@@ -70,6 +76,7 @@ class Preemption:
         family: SchedulingFamily,
         read_pod: Callable[[msgspec.Raw | bytes], Pod],
         known: KnownPods,
+        alignment: Alignment,
         budgets: Budgets,
         counted: Callable[[str], frozenset[str]],
         journal: Journal,
@@ -81,12 +88,14 @@ class Preemption:
             family: reads pods.
             read_pod: decodes a pod with `Pod.scheduling`; it raises `ClusterError`.
             known: what is known of pods.
+            alignment: finds the fellows of a pod.
             budgets: all PodDisruptionBudgets.
             counted: Node → the extended resources that it has, which kube-scheduler may count.
             journal: what is answered is recorded there.
         """
         self._book, self._family, self._read_pod = book, family, read_pod
-        self._known, self._budgets, self._counted = known, budgets, counted
+        self._known, self._alignment = known, alignment
+        self._budgets, self._counted = budgets, counted
         self._journal = journal
         self.added: collections.Counter[int] = collections.Counter()
         self.protected: collections.Counter[str] = collections.Counter()
@@ -113,7 +122,8 @@ class Preemption:
             raise RequestRefusedError(f"pod {pod.full_name}: its priority cannot be read")
         if not pod.scheduling.may_preempt:
             return {}
-        preemptor = _Preemptor(pod.uid, pod.scheduling, wanted.demand, Verdicts())
+        anchor = self._alignment.anchor(pod, wanted.demand)
+        preemptor = _Preemptor(pod.uid, pod.scheduling, wanted.demand, Verdicts(), anchor)
         found: dict[str, MetaVictims] = {}
         for number, (name, proposal) in enumerate(proposals.items(), start=1):
             victims = self._on_node(name, proposal, preemptor)
@@ -135,28 +145,7 @@ class Preemption:
         view = self._book.cards_in_use(name)
         if view is None:
             return None
-        room = Room(
-            preemptor.demand,
-            view.hardware,
-            view.taken,
-            unwanted(preemptor.demand, view.hardware, view.uuids),
-            preemptor.verdicts,
-        )
-        if own := view.footprints.get(preemptor.uid):
-            room.take_away(Victim(preemptor.uid, None, own))
-        proposed = [
-            self._victim(uid, self._facts(uid, raw), view, preemptor)
-            for uid, raw in proposal.pods.items()
-        ]
-        resources = self._counted(name)
-        chosen = choose_victims(
-            room,
-            proposed,
-            self._others(view, proposal, preemptor),
-            preemptor=preemptor.facts,
-            budgets=self._budgets,
-            is_counted=lambda resource: "/" not in resource or resource in resources,
-        )
+        chosen = self._chosen(name, view, proposal, preemptor)
         if chosen is None:
             return None
         uids = [victim.uid for victim in chosen]
@@ -166,6 +155,57 @@ class Preemption:
         facts = [each.facts for each in chosen if each.facts is not None]
         return MetaVictims([MetaPod(uid) for uid in uids], len(self._budgets.violating(facts)))
 
+    def _chosen(
+        self, name: str, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor
+    ) -> Sequence[Victim] | None:
+        """Return the victims near the pod's fellows, if it must go there or can."""
+        near = [cards for _, cards in windows(preemptor.anchor, name, view)]
+        if near and preemptor.demand.topology_mode == LINK_STRICT:
+            tried = (self._on_cards(name, view, proposal, preemptor, cards=cards) for cards in near)
+            return next((each for each in tried if each is not None), None)
+        return self._on_cards(
+            name, view, proposal, preemptor, near={card for cards in near for card in cards}
+        )
+
+    def _on_cards(
+        self,
+        name: str,
+        view: CardsInUse,
+        proposal: Proposal,
+        preemptor: _Preemptor,
+        *,
+        cards: Collection[int] | None = None,
+        near: Collection[int] = (),
+    ) -> Sequence[Victim] | None:
+        """Return the victims for a pod that may go on ``cards``, by default on all; those first
+        that are on the cards ``near``.
+        """
+        every = range(len(view.hardware.cards))
+        outside = set(every).difference(every if cards is None else cards)
+        room = Room(
+            preemptor.demand,
+            view.hardware,
+            view.taken,
+            dict.fromkeys(outside, Reason.LinkTopologyUnsatisfied)
+            | unwanted(preemptor.demand, view.hardware, view.uuids),
+            preemptor.verdicts,
+        )
+        if own := view.footprints.get(preemptor.uid):
+            room.take_away(Victim(preemptor.uid, None, own))
+        proposed = [
+            self._victim(uid, self._facts(uid, raw), view, preemptor, near)
+            for uid, raw in proposal.pods.items()
+        ]
+        resources = self._counted(name)
+        return choose_victims(
+            room,
+            proposed,
+            self._others(view, proposal, preemptor, near),
+            preemptor=preemptor.facts,
+            budgets=self._budgets,
+            is_counted=lambda resource: "/" not in resource or resource in resources,
+        )
+
     def _facts(self, uid: str, raw: msgspec.Raw | None) -> SchedulingFacts | None:
         """Return what is known of a proposed victim; the pod itself says more than the watch."""
         if raw is not None:
@@ -174,12 +214,18 @@ class Preemption:
         return known.facts if known else None
 
     def _victim(
-        self, uid: str, facts: SchedulingFacts | None, view: CardsInUse, preemptor: _Preemptor
+        self,
+        uid: str,
+        facts: SchedulingFacts | None,
+        view: CardsInUse,
+        preemptor: _Preemptor,
+        near: Collection[int],
     ) -> Victim:
         protected = self._protection(uid, facts, view, preemptor)
         if protected:
             self.protected[protected] += 1
-        return Victim(uid, facts, view.footprints.get(uid, {}), protected)
+        footprint = view.footprints.get(uid, {})
+        return Victim(uid, facts, footprint, protected, not footprint.keys().isdisjoint(near))
 
     def _protection(
         self, uid: str, facts: SchedulingFacts | None, view: CardsInUse, preemptor: _Preemptor
@@ -197,7 +243,7 @@ class Preemption:
         return "" if facts.deleting else facts.protected
 
     def _others(
-        self, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor
+        self, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor, near: Collection[int]
     ) -> Sequence[Victim]:
         """Return the pods of the Node that hold cards and may have to go, too."""
         if preemptor.facts.priority is None:
@@ -214,7 +260,7 @@ class Preemption:
             ):
                 continue
             if known.facts.priority < preemptor.facts.priority:
-                found.append(self._victim(uid, known.facts, view, preemptor))
+                found.append(self._victim(uid, known.facts, view, preemptor, near))
         return sorted((each for each in found if not each.protected), key=by_importance)
 
 

@@ -209,6 +209,7 @@ class Service:
             family=family,
             read_pod=read_pod,
             known=known,
+            alignment=extender.alignment,
             budgets=budgets,
             counted=extender.resources,
             journal=self._journal,

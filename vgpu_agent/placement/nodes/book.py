@@ -98,6 +98,9 @@ class CardsInUse(msgspec.Struct, frozen=True):
         uuids: of the cards, by number.
         holdings: UID of a pod → what it holds.
         footprints: UID of a pod → card → what it takes of it.
+        rails: see `NodeCards`.
+        state: the same number for Nodes with equal cards of which equal parts are taken; until the
+            book is changed.
     """
 
     hardware: Hardware
@@ -105,6 +108,8 @@ class CardsInUse(msgspec.Struct, frozen=True):
     uuids: tuple[str, ...]
     holdings: Mapping[str, Holding]
     footprints: Mapping[str, Mapping[int, Amounts]]
+    rails: tuple[str, ...] = ()
+    state: int = 0
 
 
 class NodeView(msgspec.Struct, frozen=True, gc=False):
@@ -150,11 +155,12 @@ class _Node:
     holdings and footprints by UID, and, where it has cards, what is taken of these.
     """
 
-    __slots__ = ("footprints", "holdings", "note", "state", "states", "unfit", "uuids")
+    __slots__ = ("footprints", "holdings", "note", "rails", "state", "states", "unfit", "uuids")
 
     def __init__(self) -> None:
         self.unfit, self.note = Reason.NodeCacheMiss, ""
         self.uuids: tuple[str, ...] = ()
+        self.rails: tuple[str, ...] = ()
         self.holdings: Mapping[str, Holding] = {}  # replaced, never changed: views have it
         self.footprints: dict[str, Mapping[int, Amounts]] = {}
         self.state: State | None = None
@@ -201,10 +207,11 @@ class Book:
         node = self._nodes.setdefault(name, _Node())
         states = None
         if isinstance(described, Unfit):
-            node.uuids, node.unfit, node.note = (), described.reason, described.note
+            node.uuids, node.rails = (), ()
+            node.unfit, node.note = described.reason, described.note
         else:
             hardware = described.hardware
-            node.uuids = described.uuids
+            node.uuids, node.rails = described.uuids, described.rails
             states = self._states.setdefault(hardware, _States(hardware))
             states.nodes += 1  # before the old ones go, which may be the same
         self._drop_states(node)
@@ -283,7 +290,15 @@ class Book:
         node = self._nodes.get(name)
         if node is None or (state := node.state) is None:
             return None
-        return CardsInUse(state.hardware, state.taken, node.uuids, node.holdings, node.footprints)
+        return CardsInUse(
+            state.hardware,
+            state.taken,
+            node.uuids,
+            node.holdings,
+            node.footprints,
+            node.rails,
+            id(state),
+        )
 
     def can_keep(self, uid: str) -> bool:
         """Tell whether the Node has all cards that a pod holds, none of them is blocked, and none
@@ -362,7 +377,7 @@ class Book:
             node = self._nodes[best]
             placed = _place(demand, node.state, node.uuids) if node.state else None
             if isinstance(placed, Placement):
-                return Choice(best, _holding(best, node, demand, placed), reasons)
+                return Choice(best, holding_of(best, node.uuids, demand, placed), reasons)
         return Choice("", None, reasons)
 
     def refusals(
@@ -406,6 +421,28 @@ class Book:
     def __len__(self) -> int:
         """How many Nodes there are."""
         return len(self._nodes)
+
+    def ranks(
+        self, demand: Demand, names: Iterable[str]
+    ) -> tuple[Mapping[str, tuple[int, float]], Mapping[str, Reason]]:
+        """Return how good each of the named Nodes is on which a pod fits (`ranking.rank`), and why
+        not, of the others.
+        """
+        verdict_of = self._verdict_of(demand)
+        fitting: dict[str, tuple[int, float]] = {}
+        reasons: dict[str, Reason] = {}
+        for name in names:
+            node = self._nodes.get(name)
+            verdict = _UNKNOWN if node is None else verdict_of(node)
+            if verdict.reason is None:
+                fitting[name] = verdict.rank
+            else:
+                reasons[name] = verdict.reason
+        return fitting, reasons
+
+    def node_of(self, uid: str) -> str:
+        """Return the Node on which a pod holds something; empty where it holds nothing."""
+        return self._node_of.get(uid, "")
 
     def _verdict_of(self, demand: Demand) -> Callable[[_Node], _Verdict]:
         if demand.names_cards:
@@ -458,14 +495,14 @@ def _without(node: _Node, uid: str) -> State | None:
     return node.states.state(_sum(node.uuids, others)) if node.states else None
 
 
-def _holding(name: str, node: _Node, demand: Demand, placed: Placement) -> Holding:
-    """Return the placement by UUIDs."""
+def holding_of(name: str, uuids: Sequence[str], demand: Demand, placed: Placement) -> Holding:
+    """Return a placement on a Node by UUIDs."""
     return Holding(
         name,
         tuple(each.kind for each in demand.containers),
         tuple(
             tuple(
-                HeldCard(node.uuids[claim.card], claim.cores_percent, claim.memory_mib)
+                HeldCard(uuids[claim.card], claim.cores_percent, claim.memory_mib)
                 for claim in claims
             )
             for claims in placed.claims

@@ -53,10 +53,13 @@ class NodeCards(msgspec.Struct, frozen=True):
     Attributes:
         hardware: its cards.
         uuids: of the cards, by number.
+        rails: of the cards, by number: what the operator calls the network that a card is nearest
+            to, empty for none; no entries where the operator has said nothing.
     """
 
     hardware: Hardware
     uuids: tuple[str, ...]
+    rails: tuple[str, ...] = ()
 
 
 class Unfit(msgspec.Struct, frozen=True):

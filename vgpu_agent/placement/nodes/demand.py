@@ -56,6 +56,7 @@ class Demand(msgspec.Struct, frozen=True):
         types_cut_numbers: ``A10`` among these words also means ``A100``, as for vgpu-manager.
         include_uuids: a card's UUID must contain one of these texts, if there are any.
         exclude_uuids: it must contain none of these.
+        aligned: the links to the cards of the pod's group count, too (`alignment`).
     """
 
     containers: tuple[ContainerDemand, ...]
@@ -68,6 +69,7 @@ class Demand(msgspec.Struct, frozen=True):
     include_uuids: tuple[str, ...] = ()
     exclude_uuids: tuple[str, ...] = ()
     types_cut_numbers: bool = False
+    aligned: bool = False
 
     @property
     def names_cards(self) -> bool:

@@ -14,7 +14,7 @@ from vgpu_agent.placement.nodes.demand import (
     Demand,
     PodDemand,
 )
-from vgpu_agent.placement.topology import MODES, NONE, POLICIES
+from vgpu_agent.placement.topology import LINK, LINK_STRICT, MODES, NONE, POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +71,10 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
         entries(keys.include_uuid),
         entries(keys.exclude_uuid),
         options.types_cut_numbers,
+        aligned=(
+            word(keys.topology_mode, MODES) in {LINK, LINK_STRICT}
+            and pod.annotations.get(keys.cross_pod, "").strip().lower() == "true"
+        ),
     )
     return PodDemand(demand, tuple(container.name for container in asking))
 

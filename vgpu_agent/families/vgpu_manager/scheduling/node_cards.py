@@ -28,6 +28,9 @@ _MAX_MIB = 2**40  # more than any card has
 _Amount = Annotated[int, msgspec.Meta(ge=0, le=_MAX_MIB)]
 
 
+_Rail = Annotated[str, msgspec.Meta(max_length=253)]
+
+
 class _Entry(msgspec.Struct):
     """One card of ``node-device-register``."""
 
@@ -76,7 +79,8 @@ def read_cards(annotations: Mapping[str, str], slots: int, keys: Keys) -> NodeCa
         config.memory_scaling > 1,
         _links(annotations.get(keys.node_topology, ""), len(entries)),
     )
-    return NodeCards(hardware, tuple(entry.uuid for entry in entries))
+    uuids = tuple(entry.uuid for entry in entries)
+    return NodeCards(hardware, uuids, _rails(annotations.get(keys.node_gpu_domain, ""), uuids))
 
 
 def _register(text: str) -> list[_Entry] | Unfit:
@@ -150,3 +154,15 @@ def _links(text: str, count: int) -> tuple[tuple[int, int, tuple[int, ...]], ...
         for (one, other), types in sorted(links.items())
         if one != other and 0 <= one < count and other < count
     )
+
+
+def _rails(text: str, uuids: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the rail of each card. A text that cannot be read counts as none: an operator has
+    written it, and it only decides which of several cards are better.
+    """
+    try:
+        found = msgspec.json.decode(text or "{}", type=dict[str, _Rail])
+    except (msgspec.MsgspecError, RecursionError):
+        return ()
+    rails = tuple(found.get(uuid, "") for uuid in uuids)
+    return rails if any(rails) else ()

@@ -1,0 +1,376 @@
+"""Place pods of one group near each other: on cards with NVLinks between them, or, on other Nodes,
+on cards of the same network rails (vgpu-manager §5.7).
+
+Cards of a Node that are joined by NVLinks are one component. The fellows of a pod, which are the
+pods of its gang or of its controller, leave an anchor: the rails of their cards, their components,
+and the domains of these. On each Node the anchor names windows, and the pod goes into the first one
+with room: cards on the fellows' rails, then the component of a fellow on this Node, or else a
+component of the same domain as those elsewhere. With ``link-strict`` it goes into one of them or
+not to that Node; otherwise it goes anywhere.
+
+A Node with fellows is better than any other, and one with such a window better than one without.
+For a pod that is the first of its group, and where several are equally good, it counts how many of
+the waiting fellows would find room in the same window. vgpu-manager does not look ahead
+(vgpu-manager §12.3). Nothing is reserved for fellows: two half-placed gangs would block each other.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from vgpu_agent.placement.linked import components
+from vgpu_agent.placement.nodes.allocation import Placement, allocate
+from vgpu_agent.placement.nodes.book import Choice, holding_of, unwanted
+from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.placement.topology import LINK_STRICT, NONE, NVLINK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.placement.nodes.allocation import Amounts
+    from vgpu_agent.placement.nodes.book import Book, CardsInUse, Holding
+    from vgpu_agent.placement.nodes.cards import Hardware
+    from vgpu_agent.placement.nodes.demand import Demand
+
+T = TypeVar("T")
+
+Component = tuple[int, ...]
+"""The numbers of the cards that are joined by NVLinks, at least two."""
+Domain = frozenset[str] | int
+"""The rails of a component, or its place among those of its Node where no rails are known."""
+
+# How near a pod is to its fellows, the best last.
+ANYWHERE, ELSEWHERE, TOGETHER = range(3)
+
+
+class Anchor(msgspec.Struct, frozen=True):
+    """Where the fellows of a pod are.
+
+    Attributes:
+        rails: those of most fellows; empty where none are known.
+        domain: that of most fellows; None where they are in no component.
+        here: Node → component → the number of fellows in it.
+        fellows: Node → the number of fellows on it.
+    """
+
+    rails: frozenset[str] = frozenset()
+    domain: Domain | None = None
+    here: Mapping[str, Mapping[Component, int]] = {}
+    fellows: Mapping[str, int] = {}
+
+
+class _Key(NamedTuple):
+    """How good a Node is; the larger the better. See `_Quality`."""
+
+    nearness: int
+    is_linked: bool
+    room: int
+    fellows: int
+    rank: tuple[int, float]
+
+
+class _Quality(NamedTuple):
+    """How good the cards of a Node are; the larger the better.
+
+    Attributes:
+        nearness: to the pod's fellows.
+        is_linked: they are joined by NVLinks or on the fellows' rails.
+        room: for how many pods like it they have room, itself included, as far as its group needs
+            it; 0 where no fellow waits.
+    """
+
+    nearness: int
+    is_linked: bool
+    room: int
+
+    def key(self, fellows: int, rank: tuple[int, float]) -> _Key:
+        """Return the same with the number of fellows on the Node and its rank."""
+        return _Key(*self, fellows, rank)
+
+
+class _Window(NamedTuple):
+    """Some cards of a Node."""
+
+    cards: Component
+    quality: _Quality
+
+
+def anchor_of(book: Book, fellows: Iterable[str]) -> Anchor:
+    """Return where pods are, by their UIDs; those without cards count for nothing."""
+    rails: collections.Counter[frozenset[str]] = collections.Counter()
+    domains: collections.Counter[Domain] = collections.Counter()
+    here: dict[str, collections.Counter[Component]] = {}
+    on_node: collections.Counter[str] = collections.Counter()
+    for uid in fellows:
+        name = book.node_of(uid)
+        view = book.cards_in_use(name) if name else None
+        cards = view.footprints[uid].keys() if view else ()
+        if view is None or not cards:
+            continue
+        on_node[name] += 1
+        if view.rails:
+            rails[frozenset(view.rails[card] for card in cards) - {""}] += 1
+        for place, component in enumerate(components_of(view.hardware)):
+            if cards & set(component):
+                here.setdefault(name, collections.Counter())[component] += 1
+                domains[_domain(view, place, component)] += 1
+    del rails[frozenset()]
+    del domains[frozenset()]
+    return Anchor(_most(rails, _text) or frozenset(), _most(domains, _text), here, on_node)
+
+
+def windows(
+    anchor: Anchor, name: str, view: CardsInUse, known: Components | None = None
+) -> list[tuple[int, Component]]:
+    """Return the cards of a Node that are near to the fellows, with their nearness, in the order in
+    which they are tried; none where no card is.
+    """
+    if not anchor.fellows:
+        return []
+    found = []
+    is_here = name in anchor.fellows
+    if anchor.rails and view.rails:
+        on_rails = tuple(card for card, rail in enumerate(view.rails) if rail in anchor.rails)
+        if on_rails:
+            found.append((TOGETHER if is_here else ELSEWHERE, on_rails))
+    if own := anchor.here.get(name):
+        found += [
+            (TOGETHER, component) for component in sorted(own, key=lambda each: (-own[each], each))
+        ]
+    else:
+        found += [
+            (ELSEWHERE, component)
+            for place, component in enumerate((known or Components()).of(view.hardware))
+            if _domain(view, place, component) == anchor.domain
+        ]
+    return found
+
+
+def choose_aligned(
+    book: Book, demand: Demand, names: Sequence[str], fellows: Collection[str], waiting: int
+) -> tuple[Choice, int]:
+    """Return the best of the named Nodes for a pod that holds nothing, and how near it is to its
+    fellows there.
+
+    Args:
+        book: the cards of all Nodes.
+        demand: of the pod.
+        names: of the Nodes.
+        fellows: UIDs of the other pods of its group.
+        waiting: how many of them have no cards yet.
+    """
+    anchor = anchor_of(book, fellows)
+    ranks, refused = book.ranks(demand, names)
+    reasons = dict(refused)
+    search = _Search(demand, anchor, waiting)
+    best: tuple[_Key, str, Holding] | None = None
+    beside = [name for name in ranks if name in anchor.fellows]
+    elsewhere = [name for name in ranks if name not in anchor.fellows]
+    for group in (beside, elsewhere):
+        if best is not None and best[0].nearness == TOGETHER:
+            break  # no other Node is better
+        views = {name: view for name in group if (view := book.cards_in_use(name)) is not None}
+        cases = {
+            name: search.best_case(name, view).key(anchor.fellows.get(name, 0), ranks[name])
+            for name, view in views.items()
+        }
+        # Those first that can be the best. Of equal ones the first name counts where there is a
+        # policy, otherwise the first in the question; sorting keeps that order.
+        order = sorted(views) if demand.node_policy != NONE else list(views)
+        order.sort(key=cases.__getitem__, reverse=True)
+        for name in order:
+            if best is not None and best[0] >= cases[name]:
+                break
+            if (found := search.place(name, views[name])) is None:
+                reasons[name] = Reason.LinkTopologyUnsatisfied
+                continue
+            quality, placed = found
+            key = quality.key(anchor.fellows.get(name, 0), ranks[name])
+            if best is None or key > best[0]:
+                best = key, name, holding_of(name, views[name].uuids, demand, placed)
+    if best is None:
+        return Choice("", None, reasons), ANYWHERE
+    return Choice(best[1], best[2], reasons), best[0].nearness
+
+
+def components_of(hardware: Hardware) -> tuple[Component, ...]:
+    """Return the components of a Node, also of cards in use."""
+    if not hardware.links:
+        return ()
+    types = {(str(one), str(other)): max(each, default=0) for one, other, each in hardware.links}
+    groups = components(
+        [str(number) for number in range(len(hardware.cards))],
+        lambda one, other: types.get((one, other), 0) >= NVLINK,
+    )
+    return tuple(tuple(map(int, group)) for group in groups if len(group) > 1)
+
+
+class Components:
+    """The components of kinds of Nodes, found once.
+
+    State: by hardware, which is kept, so that no other one gets its id.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Hardware, tuple[Component, ...]]] = {}
+
+    def of(self, hardware: Hardware) -> tuple[Component, ...]:
+        """Return those of a Node; see `components_of`."""
+        if (found := self._known.get(id(hardware))) is None:
+            found = self._known[id(hardware)] = hardware, components_of(hardware)
+        return found[1]
+
+
+def _domain(view: CardsInUse, place: int, component: Component) -> Domain:
+    if not view.rails:
+        return place
+    return frozenset(view.rails[card] for card in component) - {""}
+
+
+class _Search:
+    """Places one pod on Nodes. Nodes that look the same are compared once.
+
+    State: what was found, by what counts of a Node.
+    """
+
+    def __init__(self, demand: Demand, anchor: Anchor, waiting: int) -> None:
+        self._demand, self._anchor, self._waiting = demand, anchor, waiting
+        self._components = Components()
+        self._windows: dict[Hashable, list[_Window]] = {}
+        self._places: dict[Hashable, tuple[_Quality, Placement] | None] = {}
+
+    def best_case(self, name: str, view: CardsInUse) -> _Quality:
+        """Return how good a place on a Node may be; none is better."""
+        return max(window.quality for window in self._tried(name, view))
+
+    def place(self, name: str, view: CardsInUse) -> tuple[_Quality, Placement] | None:
+        """Return a place on a Node; None where the pod must not go there."""
+        key = self._key(name, view)
+        if key not in self._places:
+            self._places[key] = self._place(name, view)
+        return self._places[key]
+
+    def _place(self, name: str, view: CardsInUse) -> tuple[_Quality, Placement] | None:
+        demand = self._demand
+        bad = unwanted(demand, view.hardware, view.uuids)
+        every = set(range(len(view.hardware.cards)))
+        for window in self._tried(name, view):
+            outside = dict.fromkeys(every.difference(window.cards), Reason.LinkTopologyUnsatisfied)
+            placed = allocate(demand, view.hardware, view.taken, outside | bad)
+            if isinstance(placed, Placement):
+                return window.quality, placed
+        return None
+
+    def _key(self, name: str, view: CardsInUse) -> Hashable:
+        own = name if name in self._anchor.fellows or self._demand.names_cards else ""
+        return view.state, view.rails, own
+
+    def _tried(self, name: str, view: CardsInUse) -> list[_Window]:
+        """Return the cards to try, in order."""
+        key = self._key(name, view)
+        if (found := self._windows.get(key)) is None:
+            found = self._windows[key] = self._find_windows(name, view)
+        return found
+
+    def _find_windows(self, name: str, view: CardsInUse) -> list[_Window]:
+        found = [
+            _Window(cards, _Quality(nearness, True, self._room(view, cards)))
+            for nearness, cards in windows(self._anchor, name, view, self._components)
+        ]
+        if found and self._demand.topology_mode == LINK_STRICT:
+            return found
+        if not self._anchor.fellows and self._waiting:
+            found = self._for_the_first(view)
+        every = tuple(range(len(view.hardware.cards)))
+        return [*found, _Window(every, _Quality(ANYWHERE, False, self._room(view, every)))]
+
+    def _for_the_first(self, view: CardsInUse) -> list[_Window]:
+        """Return the components for the first pod of a group: the smallest with room for all of it,
+        otherwise the one with the most.
+        """
+        rooms = {
+            component: room_for(self._demand, view.hardware, view.taken, component)
+            for component in self._components.of(view.hardware)
+        }
+        order = sorted(
+            rooms,
+            key=lambda each: (
+                rooms[each] <= self._waiting,
+                rooms[each] if rooms[each] > self._waiting else -rooms[each],
+                each,
+            ),
+        )
+        return [
+            _Window(cards, _Quality(ANYWHERE, True, min(rooms[cards], self._waiting + 1)))
+            for cards in order
+        ]
+
+    def _room(self, view: CardsInUse, cards: Component) -> int:
+        if not self._waiting:
+            return 0
+        room = room_for(self._demand, view.hardware, view.taken, cards)
+        return min(room, self._waiting + 1)
+
+
+def room_for(demand: Demand, hardware: Hardware, taken: Sequence[Amounts], cards: Component) -> int:
+    """Return for how many pods with this demand the cards have about room: exactly where a pod has
+    one container, and never too few.
+    """
+    return min(
+        (
+            _fitting(
+                each.number,
+                [
+                    _copies(hardware, taken, card, each.cores_percent, each.memory_units)
+                    for card in cards
+                ],
+            )
+            for each in demand.containers
+        ),
+        default=0,
+    )
+
+
+def _copies(
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    number: int,
+    cores_percent: int,
+    memory_units: int | None,
+) -> int:
+    """Return how many containers fit on one card."""
+    card = hardware.cards[number]
+    slots, memory, cores = taken[number]
+    if card.blocked is not None or cores >= card.cores_percent:
+        return 0
+    wanted = card.memory_mib if memory_units is None else memory_units * hardware.memory_factor
+    copies = [card.slots - slots]
+    if wanted:
+        copies.append((card.memory_mib - memory) // wanted)
+    if cores_percent:
+        copies.append((card.cores_percent - cores) // cores_percent)
+    return max(min(copies), 0)
+
+
+def _fitting(number: int, copies: Sequence[int]) -> int:
+    """Return how many containers with ``number`` different cards each there are room for."""
+    low, high = 0, sum(copies) // number
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(min(each, middle) for each in copies) >= number * middle:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _most(counts: Mapping[T, int], text: Callable[[T], str]) -> T | None:
+    """Return the most frequent one; of several the one whose text comes first."""
+    return min(counts, key=lambda each: (-counts[each], text(each)), default=None)
+
+
+def _text(domain: Domain) -> str:
+    return str(domain) if isinstance(domain, int) else ",".join(sorted(domain))

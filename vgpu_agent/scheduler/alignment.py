@@ -1,0 +1,71 @@
+"""Find the fellows of a pod, and place it near them (vgpu-manager §5.7).
+
+A pod asks for that by the annotation ``cross-pod-topology`` beside a topology mode of links. Its
+fellows are known from the watch of pods and from promises, so nothing is asked of the API server.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from vgpu_agent.placement.nodes.alignment import (
+    ANYWHERE,
+    ELSEWHERE,
+    TOGETHER,
+    Anchor,
+    anchor_of,
+    choose_aligned,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.placement.nodes.book import Book, Choice
+    from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.pods import Pod
+    from vgpu_agent.scheduler.known_pods import KnownPods
+
+_RESULTS = {ANYWHERE: "not aligned", ELSEWHERE: "same domain", TOGETHER: "same node"}
+
+
+class Alignment:
+    """Places pods beside their fellows; see the module.
+
+    State: counts since the start.
+
+    Attributes:
+        results: how near a pod was placed to its fellows → how often.
+    """
+
+    def __init__(self, book: Book, known: KnownPods, slots: str) -> None:
+        """Build it; ``slots`` is the resource that pods with cards ask for."""
+        self._book, self._known, self._slots = book, known, slots
+        self.results: collections.Counter[str] = collections.Counter()
+
+    def choose(self, pod: Pod, demand: Demand, names: Sequence[str]) -> Choice:
+        """Return the best of the named Nodes for a pod that holds nothing."""
+        fellows = self._fellows(pod, demand)
+        if not fellows:
+            return self._book.choose(demand, names)
+        waiting = sum(self._is_waiting(uid) for uid in fellows)
+        choice, nearness = choose_aligned(self._book, demand, names, fellows, waiting)
+        if waiting < len(fellows) and choice.node:
+            self.results[_RESULTS[nearness]] += 1
+        return choice
+
+    def anchor(self, pod: Pod, demand: Demand) -> Anchor:
+        """Return where the fellows of a pod are; an empty anchor where that does not matter."""
+        return anchor_of(self._book, self._fellows(pod, demand))
+
+    def _fellows(self, pod: Pod, demand: Demand) -> Sequence[str]:
+        if not demand.aligned or pod.scheduling is None:
+            return ()
+        return self._known.fellows(pod.uid, pod.scheduling.group)
+
+    def _is_waiting(self, uid: str) -> bool:
+        """Tell whether a pod asks for cards and has none yet."""
+        known = self._known.get(uid)
+        if known is None or known.node or self._book.holding(uid) is not None:
+            return False
+        return any(name == self._slots for name, _ in known.facts.requests or ())
