@@ -254,7 +254,6 @@ class Preemption:
             if (
                 not footprint
                 or uid in proposal.pods
-                or uid == preemptor.uid
                 or known is None
                 or known.facts.priority is None
             ):

@@ -254,6 +254,26 @@ def test_more_room_than_the_group_needs_is_no_better() -> None:
         assert placed(book, demand(), ["n0", "n1"], ["f"], waiting)[0] == expected
 
 
+def test_more_room_elsewhere_than_the_group_needs_is_no_better() -> None:
+    """The same for those that follow."""
+    links = {pair: [10] for pair in itertools.combinations(range(4), 2)}
+    book = book_of(3, links=links)
+    hold(book, "fellow", 0, 0, 1, 2, 3)
+    hold(book, "x", 1, 0)
+    for waiting, expected in ((1, "n1"), (2, "n1"), (3, "n2")):
+        fellows = ["fellow", *(f"f{place}" for place in range(waiting))]
+        assert placed(book, demand(), ["n1", "n2"], fellows, waiting)[0] == expected
+
+
+def test_rails_on_the_node_of_a_fellow_are_nearer_than_elsewhere() -> None:
+    """Here without NVLinks."""
+    rails = {node: ["a", "a", "b", "b"] for node in range(2)}
+    book = book_of(2, rails, links={})
+    hold(book, "fellow", 1, 2)
+    assert placed(book, demand(), ["n0", "n1"], ["fellow"]) == ("n1", [3], TOGETHER)
+    assert placed(book, demand(), ["n0"], ["fellow"]) == ("n0", [2], ELSEWHERE)
+
+
 def test_room_without_nvlinks_is_worth_less() -> None:
     """A Node with two pairs is better for a gang of four than one with four single cards; where no
     Node has NVLinks, one with room for all is.
