@@ -87,7 +87,7 @@ def test_a_group_is_the_gang_or_what_the_controller_has_made() -> None:
         (_of(annotations={"kubernetes.io/config.mirror": "x"}), "static"),
         (
             _of(ownerReferences=[{"kind": "DaemonSet", "uid": "u", "controller": True}]),
-            "of a DaemonSet",
+            "daemon_set",
         ),
     ],
 )

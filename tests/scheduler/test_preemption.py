@@ -31,6 +31,7 @@ from vgpu_agent.placement.nodes.book import Book
 from vgpu_agent.placement.nodes.budgets import Budget, Budgets, Selector
 from vgpu_agent.scheduler.extender import Extender
 from vgpu_agent.scheduler.known_pods import KnownPods
+from vgpu_agent.scheduler.metrics import Metrics
 from vgpu_agent.scheduler.preemption import Preemption
 
 
@@ -42,7 +43,7 @@ class Cluster:
     ) -> None:
         family, read_pod = VgpuManagerScheduling(KEYS), with_facts(decode.pod)
         self.book, self.known, self.budgets = Book(), KnownPods(), Budgets()
-        self.journal = Journal()
+        self.journal, self.metrics = Journal(), Metrics()
         self.extender = Extender(
             book=self.book,
             family=family,
@@ -61,6 +62,7 @@ class Cluster:
             budgets=self.budgets,
             counted=self.extender.resources,
             journal=self.journal,
+            metrics=self.metrics,
         )
         self._read_pod = read_pod
         for node in range(nodes):
@@ -159,7 +161,9 @@ async def test_victims_that_hold_the_cards_are_added() -> None:
     cluster.runs(a_pod("more", 1, 1, priority=200))
     proposed = {"n0": ["uid-small0"], "n1": ["uid-small1"], "elsewhere": ["uid-x"]}
     assert await cluster.victims(a_preemptor(), proposed) == {"n0": ["uid-large"]}
-    assert cluster.verb.added == {1: 1}
+    text = cluster.metrics.text("")[0].decode()
+    assert "vgpu_scheduler_preempt_victims_added_sum 1.0" in text
+    assert 'vgpu_scheduler_verb_total{result="success",verb="preempt"} 1.0' in text
 
 
 async def test_nodes_on_which_only_resources_were_short_stay_as_they_are() -> None:
@@ -173,7 +177,7 @@ async def test_nodes_on_which_only_resources_were_short_stay_as_they_are() -> No
 
 
 async def test_a_newer_kube_scheduler_proposes_nobody() -> None:
-    """From 1.36 on it also asks about Nodes where only the extender lacks room."""
+    """It also asks about Nodes where only the extender lacks room."""
     cluster = Cluster(1)
     cluster.runs(a_pod("a", 0, 0))
     cluster.runs(a_pod("b", 0, 1, priority=7))
@@ -199,7 +203,8 @@ async def test_promises_count_and_are_no_victims() -> None:
     assert await cluster.victims(a_preemptor(), {"n0": []}) == {"n0": ["uid-low"]}
     assert await cluster.victims(a_preemptor(number=2), {"n0": ["uid-low"]}) == {}
     assert await cluster.victims(a_preemptor(number=2), {"n0": ["uid-promised", "uid-low"]}) == {}
-    assert cluster.verb.protected["not bound yet"] > 0
+    text = cluster.metrics.text("")[0].decode()
+    assert 'vgpu_scheduler_preempt_protected_total{reason="not_bound"} ' in text
 
 
 async def test_the_preemptors_own_promise_does_not_count() -> None:

@@ -194,7 +194,7 @@ def facts(raw: Json) -> SchedulingFacts:
     elif annotations.mirror is not None:
         protected = "static"
     else:
-        protected = "of a DaemonSet" if controller.kind == _DAEMON_SET else ""
+        protected = "daemon_set" if controller.kind == _DAEMON_SET else ""
     return SchedulingFacts(
         metadata.namespace,
         metadata.name,

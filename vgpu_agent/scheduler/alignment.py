@@ -6,7 +6,6 @@ fellows are known from the watch of pods and from promises, so nothing is asked 
 
 from __future__ import annotations
 
-import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.placement.nodes.alignment import (
@@ -25,23 +24,26 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.pods import Pod
     from vgpu_agent.scheduler.known_pods import KnownPods
+    from vgpu_agent.scheduler.metrics import Metrics
 
-_RESULTS = {ANYWHERE: "not aligned", ELSEWHERE: "same domain", TOGETHER: "same node"}
+# Values of a label of `Metrics`.
+_RESULTS = {ANYWHERE: "not_aligned", ELSEWHERE: "same_domain", TOGETHER: "same_node"}
 
 
 class Alignment:
-    """Places pods beside their fellows; see the module.
+    """Places pods beside their fellows; see the module. No state of its own."""
 
-    State: counts since the start.
+    def __init__(self, book: Book, known: KnownPods, slots: str, metrics: Metrics) -> None:
+        """Build it.
 
-    Attributes:
-        results: how near a pod was placed to its fellows → how often.
-    """
-
-    def __init__(self, book: Book, known: KnownPods, slots: str) -> None:
-        """Build it; ``slots`` is the resource that pods with cards ask for."""
+        Args:
+            book: the cards of all Nodes.
+            known: what is known of pods.
+            slots: the resource that pods with cards ask for.
+            metrics: results are counted there.
+        """
         self._book, self._known, self._slots = book, known, slots
-        self.results: collections.Counter[str] = collections.Counter()
+        self._metrics = metrics
 
     def choose(self, pod: Pod, demand: Demand, names: Sequence[str]) -> Choice:
         """Return the best of the named Nodes for a pod that holds nothing."""
@@ -51,7 +53,7 @@ class Alignment:
         waiting = sum(self._is_waiting(uid) for uid in fellows)
         choice, nearness = choose_aligned(self._book, demand, names, fellows, waiting)
         if waiting < len(fellows) and choice.node:
-            self.results[_RESULTS[nearness]] += 1
+            self._metrics.count_aligned(_RESULTS[nearness])
         return choice
 
     def anchor(self, pod: Pod, demand: Demand) -> Anchor:

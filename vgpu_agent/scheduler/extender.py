@@ -146,7 +146,7 @@ class Extender:
         self._leads = leads
         self._metrics, self._events = metrics or Metrics(), events
         self._known = KnownPods() if known is None else known
-        self.alignment = Alignment(book, self._known, family.slots)
+        self.alignment = Alignment(book, self._known, family.slots, self._metrics)
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _PREFIX = "vgpu_scheduler"
 _BUCKETS = tuple(0.0001 * 3**power for power in range(12))  # seconds
-FILTER, BIND = "filter", "bind"
+_VICTIMS = (0, 1, 2, 4, 8, 16, 32, 64)
+FILTER, BIND, PREEMPT = "filter", "bind", "preempt"
 SUCCESS, REFUSED, ERROR = "success", "refused", "error"
 
 
@@ -45,6 +46,22 @@ class Metrics:
             "pod_policy_total",
             "Pods that got cards, by the policies that they ask for.",
             ("node_policy", "device_policy", "topology_mode"),
+        )
+        self._aligned = self._counter(
+            "crosspod_alignment_total",
+            "Pods of a group that got cards, by where those of their fellows are.",
+            ("result",),
+        )
+        self._protected = self._counter(
+            "preempt_protected_total",
+            "Pods that were no victims, by the reason.",
+            ("reason",),
+        )
+        self._added = Histogram(
+            f"{_PREFIX}_preempt_victims_added",
+            "Victims on a Node beside those that kube-scheduler has proposed.",
+            buckets=_VICTIMS,
+            registry=self._registry,
         )
         self.promises = Gauge(
             f"{_PREFIX}_promises",
@@ -89,6 +106,18 @@ class Metrics:
     def count_placed(self, demand: Demand) -> None:
         """Count a pod that got cards. The words are those of a fixed list."""
         self._policies.labels(demand.node_policy, demand.device_policy, demand.topology_mode).inc()
+
+    def count_aligned(self, result: str) -> None:
+        """Count a pod that got cards after its fellows."""
+        self._aligned.labels(result).inc()
+
+    def count_protected(self, reason: str) -> None:
+        """Count a pod that was no victim."""
+        self._protected.labels(reason).inc()
+
+    def count_added(self, victims: int) -> None:
+        """Count the victims that were added on a Node."""
+        self._added.observe(victims)
 
     def show_nodes(self, states: Mapping[str, int]) -> None:
         """Show the number of Nodes in each state."""

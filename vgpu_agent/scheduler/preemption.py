@@ -10,12 +10,11 @@ kube-scheduler chooses a Node, deletes the victims, and filters the pod again.
 from __future__ import annotations
 
 import asyncio
-import collections
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.errors import AgentError, RequestRefusedError
 from vgpu_agent.placement.nodes.alignment import windows
 from vgpu_agent.placement.nodes.book import unwanted
 from vgpu_agent.placement.nodes.reasons import Reason
@@ -27,6 +26,7 @@ from vgpu_agent.scheduler.messages import (
     PreemptionResult,
     preemption_arguments,
 )
+from vgpu_agent.scheduler.metrics import ERROR, PREEMPT, REFUSED, SUCCESS, Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _NODES_AT_ONCE = 16
 
 # Why a pod must stay, beside the reasons in `SchedulingFacts.protected`.
-_NOT_BOUND, _SAME_GANG, _NOT_LOWER = "not bound yet", "of the same gang", "not of lower priority"
+_NOT_BOUND, _SAME_GANG, _NOT_LOWER = "not_bound", "same_gang", "not_lower_priority"
 
 
 class _Preemptor(msgspec.Struct, frozen=True):
@@ -60,14 +60,7 @@ class _Preemptor(msgspec.Struct, frozen=True):
 
 
 class Preemption:
-    """The verb; see the module.
-
-    State: counts since the start.
-
-    Attributes:
-        added: number of victims added on a Node → how often.
-        protected: why a pod was no victim → how often.
-    """
+    """The verb; see the module. No state of its own."""
 
     def __init__(
         self,
@@ -80,6 +73,7 @@ class Preemption:
         budgets: Budgets,
         counted: Callable[[str], frozenset[str]],
         journal: Journal,
+        metrics: Metrics | None = None,
     ) -> None:
         """Build it.
 
@@ -92,13 +86,12 @@ class Preemption:
             budgets: all PodDisruptionBudgets.
             counted: Node → the extended resources that it has, which kube-scheduler may count.
             journal: what is answered is recorded there.
+            metrics: what is answered is counted there.
         """
         self._book, self._family, self._read_pod = book, family, read_pod
         self._known, self._alignment = known, alignment
         self._budgets, self._counted = budgets, counted
-        self._journal = journal
-        self.added: collections.Counter[int] = collections.Counter()
-        self.protected: collections.Counter[str] = collections.Counter()
+        self._journal, self._metrics = journal, metrics or Metrics()
 
     async def answer(self, body: bytes) -> bytes:
         """Answer a question.
@@ -106,8 +99,14 @@ class Preemption:
         Raises:
             AgentError: it is none; one sentence says why.
         """
-        victims = await self._answer(preemption_arguments(body))
-        return msgspec.json.encode(PreemptionResult(victims))
+        with self._metrics.timed(PREEMPT):
+            try:
+                victims = await self._answer(preemption_arguments(body))
+            except AgentError:
+                self._metrics.count(PREEMPT, ERROR)
+                raise
+            self._metrics.count(PREEMPT, SUCCESS if victims else REFUSED)
+            return msgspec.json.encode(PreemptionResult(victims))
 
     async def _answer(self, arguments: PreemptionArguments) -> dict[str, MetaVictims]:
         if not arguments.has_pod:
@@ -149,7 +148,7 @@ class Preemption:
         if chosen is None:
             return None
         uids = [victim.uid for victim in chosen]
-        self.added[len([uid for uid in uids if uid not in proposal.pods])] += 1
+        self._metrics.count_added(len([uid for uid in uids if uid not in proposal.pods]))
         if uids == list(proposal.pods):
             return _unchanged(proposal)
         facts = [each.facts for each in chosen if each.facts is not None]
@@ -223,7 +222,7 @@ class Preemption:
     ) -> Victim:
         protected = self._protection(uid, facts, view, preemptor)
         if protected:
-            self.protected[protected] += 1
+            self._metrics.count_protected(protected)
         footprint = view.footprints.get(uid, {})
         return Victim(uid, facts, footprint, protected, not footprint.keys().isdisjoint(near))
 

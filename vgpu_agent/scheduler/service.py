@@ -213,6 +213,7 @@ class Service:
             budgets=budgets,
             counted=extender.resources,
             journal=self._journal,
+            metrics=self.metrics,
         )
         self._budgets = Reflector(
             self._client,

@@ -2,7 +2,7 @@
 
 The disruption controller keeps the number in the budget's status; kube-scheduler counts victims
 against it in the same way. An empty selector selects all pods of the namespace, also those without
-labels (policy/v1); kube-scheduler before 1.36 takes it for one that selects none.
+labels (policy/v1); older kube-schedulers take it for one that selects none.
 """
 
 from __future__ import annotations
