@@ -16,6 +16,7 @@ import msgspec
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.quantities import thousandths
 from vgpu_agent.errors import ClusterError, shortened
+from vgpu_agent.families.scheduling import GANG_ANNOTATIONS, GANG_LABELS
 from vgpu_agent.placement.nodes.budgets import Budget, Requirement, Selector
 from vgpu_agent.pods import MIRROR_POD, SchedulingFacts, Trait
 
@@ -34,13 +35,6 @@ _MAX_LABELS, _MAX_RESOURCES, _MAX_SELECTED = 256, 64, 256
 _SHARED = 4096  # equal values of pods that are kept once
 _CRITICAL = 2_000_000_000  # the priority of system-cluster-critical; no user class reaches it
 
-# Where the name of a pod's gang may be (vgpu-manager §4.5).
-_GANG_LABELS = ("scheduling.x-k8s.io/pod-group", "pod-group.scheduling.sigs.k8s.io/name")
-_GANG_ANNOTATIONS = (
-    "scheduling.k8s.io/group-name",
-    "scheduling.volcano.sh/group-name",
-    "gang.scheduling.koordinator.sh/name",
-)
 _POD_GROUP, _DAEMON_SET = "PodGroup", "DaemonSet"
 # Volumes that any number of pods of a Node may have.
 _PLAIN_VOLUMES = {
@@ -63,9 +57,9 @@ class _Owner(_Struct):
 
 class _Annotations(msgspec.Struct):
     mirror: str | None = msgspec.field(default=None, name=MIRROR_POD)
-    by_kubernetes: str | None = msgspec.field(default=None, name=_GANG_ANNOTATIONS[0])
-    by_volcano: str | None = msgspec.field(default=None, name=_GANG_ANNOTATIONS[1])
-    by_koordinator: str | None = msgspec.field(default=None, name=_GANG_ANNOTATIONS[2])
+    gang: str | None = msgspec.field(default=None, name=GANG_ANNOTATIONS[0])
+    second_gang: str | None = msgspec.field(default=None, name=GANG_ANNOTATIONS[1])
+    third_gang: str | None = msgspec.field(default=None, name=GANG_ANNOTATIONS[2])
 
 
 class _Metadata(_Struct):
@@ -237,10 +231,10 @@ def _gang(metadata: _Metadata, spec: _Spec) -> str:
     """Return the name of the pod's gang; empty where it is in none."""
     labels, annotations = metadata.labels or {}, metadata.annotations or _Annotations()
     names = (
-        *(labels.get(key) for key in _GANG_LABELS),
-        annotations.by_kubernetes,
-        annotations.by_volcano,
-        annotations.by_koordinator,
+        *(labels.get(key) for key in GANG_LABELS),
+        annotations.gang,
+        annotations.second_gang,
+        annotations.third_gang,
         (spec.scheduling_group or _Group()).pod_group_name,
         *(each.name for each in metadata.owner_references or () if each.kind == _POD_GROUP),
     )

@@ -49,6 +49,15 @@ class SchedulingOptions(msgspec.Struct, frozen=True):
 DEFAULTS = SchedulingOptions()
 
 
+# Where the name of a pod's gang may be, for schedulers of any family (vgpu-manager §4.5).
+GANG_LABELS = ("scheduling.x-k8s.io/pod-group", "pod-group.scheduling.sigs.k8s.io/name")
+GANG_ANNOTATIONS = (
+    "scheduling.k8s.io/group-name",
+    "scheduling.volcano.sh/group-name",
+    "gang.scheduling.koordinator.sh/name",
+)
+
+
 class Words(msgspec.Struct, frozen=True):
     """The names of resources and annotations that people must know to change a pod or a Node.
 
