@@ -18,7 +18,7 @@ from vgpu_agent.placement.nodes.alignment import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vgpu_agent.placement.nodes.book import Book, Choice
     from vgpu_agent.placement.nodes.demand import Demand
@@ -45,13 +45,13 @@ class Alignment:
         self._book, self._known, self._slots = book, known, slots
         self._metrics = metrics
 
-    def choose(self, pod: Pod, demand: Demand, names: Sequence[str]) -> Choice:
+    def choose(self, pod: Pod, demand: Demand, names: Iterable[str]) -> Choice:
         """Return the best of the named Nodes for a pod that holds nothing."""
         fellows = self._fellows(pod, demand)
         if not fellows:
             return self._book.choose(demand, names)
         waiting = sum(self._is_waiting(uid) for uid in fellows)
-        choice, nearness = choose_aligned(self._book, demand, names, fellows, waiting)
+        choice, nearness = choose_aligned(self._book, demand, list(names), fellows, waiting)
         if waiting < len(fellows) and choice.node:
             self._metrics.count_aligned(_RESULTS[nearness])
         return choice

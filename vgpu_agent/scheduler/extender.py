@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 # Codes of the API server that mean that it has not done what was asked of it.
 _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
+_TEXTS = {reason: reason.value for reason in Reason}
 # kube-scheduler tries each pod again after five minutes, whatever it was told.
 _TRIES_SECONDS, _MAX_REFUSED = 300.0, 10_000
 
@@ -331,19 +332,25 @@ class Extender:
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {held.node} already")
         choice = self._kept(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
         self.records.asked(pod, len(candidates), choice.node)
-        # Where all Nodes are named, the reasons of each do not vary with a sample.
-        if choice.node or len(candidates) >= len(self._book):
-            failed = {
-                name: choice.reasons.get(name, Reason.AlreadyScheduledElsewhere).value
-                for name in candidates
-                if not choice.node or name != choice.node
-            }
-        else:
-            failed = dict.fromkeys(candidates, self._refusal(pod.uid, wanted, len(candidates)))
+        failed = self._failed(pod.uid, wanted, candidates, choice)
         if arguments.node_names is not None:
             return FilterResult(None, [choice.node] if choice.node else [], failed)
         chosen = candidates.get(choice.node) if choice.node else None
         return FilterResult({"items": [] if chosen is None else [chosen]}, None, failed)
+
+    def _failed(
+        self, uid: str, wanted: PodDemand, candidates: Mapping[str, object], choice: Choice
+    ) -> dict[str, str]:
+        """Return why the pod does not go to each of the other candidates."""
+        # Where all Nodes are named, the reasons of each do not vary with a sample.
+        if not choice.node and len(candidates) < len(self._book):
+            return dict.fromkeys(candidates, self._refusal(uid, wanted, len(candidates)))
+        failed = dict.fromkeys(candidates, _TEXTS[Reason.AlreadyScheduledElsewhere])
+        for name, reason in choice.reasons.items():
+            failed[name] = _TEXTS[reason]
+        if choice.node:
+            del failed[choice.node]
+        return failed
 
     def _kept(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice | None:
         """Return what the pod was promised on one of the candidates, None if that is nothing or
@@ -369,7 +376,7 @@ class Extender:
     def _choose(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice:
         """Choose a Node and keep its cards for the pod, in the place of those on another one."""
         self._end_promise(pod.uid)
-        choice = self.alignment.choose(pod, wanted.demand, list(candidates))
+        choice = self.alignment.choose(pod, wanted.demand, candidates)
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
             self._metrics.count_placed(wanted.demand)
@@ -389,7 +396,7 @@ class Extender:
         all Nodes should have been named.
         """
         survey = self._book.survey(wanted.demand)
-        text = " or ".join(each.value for each in survey.reasons) or Reason.NodeCacheMiss.value
+        text = " or ".join(_TEXTS[each] for each in survey.reasons) or _TEXTS[Reason.NodeCacheMiss]
         if not survey.may_fit:
             self._refused.pop(uid, None)
             return text

@@ -15,6 +15,8 @@ from vgpu_agent.placement.mixing import OTHERS
 from vgpu_agent.placement.nodes.demand import PHYSICAL, VIRTUAL, total
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.topology import (
+    LINK,
+    LINK_STRICT,
     NUMA_STRICT,
     Candidate,
     Links,
@@ -270,7 +272,7 @@ def _cards(
         container.number,
         demand.device_policy,
         demand.topology_mode,
-        _links(hardware),
+        _links(hardware) if demand.topology_mode in {LINK, LINK_STRICT} else _NO_LINKS,
     )
     if chosen is None:
         return Refusal(
@@ -303,6 +305,9 @@ def _why_not(
     if container.cores_percent > free_cores or free_cores <= 0:
         return Reason.InsufficientVGPUCore
     return None
+
+
+_NO_LINKS = Links({}, ())
 
 
 def _links(hardware: Hardware) -> Links:

@@ -196,7 +196,7 @@ class Book:
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}  # UID of a pod → its Node
         self._states: dict[Hardware, _States] = {}
-        self._verdicts: collections.OrderedDict[Demand, dict[State, _Verdict]] = (
+        self._verdicts: collections.OrderedDict[Demand, dict[State | None, _Verdict]] = (
             collections.OrderedDict()
         )
 
@@ -354,25 +354,30 @@ class Book:
             )
         )
 
-    def choose(self, demand: Demand, names: Sequence[str]) -> Choice:
+    def choose(self, demand: Demand, names: Iterable[str]) -> Choice:
         """Return the best of the named Nodes for a pod that holds nothing.
 
         Nodes are ranked by the topology mode, then by the policy over Nodes; without a policy the
         first named one wins, otherwise the one whose name comes first (vgpu-manager §5.4).
         """
-        verdict_of = self._verdict_of(demand)
+        verdict_of, table = self._verdict_of(demand), self._table(demand)
         by_name = demand.node_policy != NONE
+        nodes = self._nodes
         reasons: dict[str, Reason] = {}
         best, best_rank = "", (-1, 0.0)
-        for name in names:
-            node = self._nodes.get(name)
-            verdict = _UNKNOWN if node is None else verdict_of(node)
-            if verdict.reason is not None:
-                reasons[name] = verdict.reason
-            elif verdict.rank > best_rank or (
-                by_name and verdict.rank == best_rank and name < best
+        for name in names:  # thousands of them for each pod, so nothing is called that need not be
+            if (node := nodes.get(name)) is None:
+                verdict = _UNKNOWN
+            elif (known := table.get(node.state)) is None:
+                verdict = verdict_of(node)
+            else:
+                verdict = known
+            if (reason := verdict.reason) is not None:
+                reasons[name] = reason
+            elif (rank_ := verdict.rank) > best_rank or (
+                by_name and rank_ == best_rank and name < best
             ):
-                best, best_rank = name, verdict.rank
+                best, best_rank = name, rank_
         if best:
             node = self._nodes[best]
             placed = _place(demand, node.state, node.uuids) if node.state else None
@@ -447,12 +452,7 @@ class Book:
     def _verdict_of(self, demand: Demand) -> Callable[[_Node], _Verdict]:
         if demand.names_cards:
             return lambda node: _verdict(demand, node)
-        table = self._verdicts.setdefault(demand, {})
-        self._verdicts.move_to_end(demand)
-        if len(self._verdicts) > _MAX_DEMANDS:
-            self._verdicts.popitem(last=False)
-        if len(table) > _MAX_STATES:
-            table.clear()
+        table = self._table(demand)
 
         def known(node: _Node) -> _Verdict:
             if (state := node.state) is None:
@@ -462,6 +462,18 @@ class Book:
             return found
 
         return known
+
+    def _table(self, demand: Demand) -> dict[State | None, _Verdict]:
+        """Return the verdicts that are known; a demand that names cards has none."""
+        if demand.names_cards:
+            return {}
+        table = self._verdicts.setdefault(demand, {})
+        self._verdicts.move_to_end(demand)
+        if len(self._verdicts) > _MAX_DEMANDS:
+            self._verdicts.popitem(last=False)
+        if len(table) > _MAX_STATES:
+            table.clear()
+        return table
 
 
 _UNKNOWN = _Verdict(Reason.NodeCacheMiss)

@@ -11,6 +11,9 @@ import enum
 class Reason(enum.Enum):
     """A reason: its name is the code, its value the short phrase."""
 
+    # Members are equal only to themselves. enum's own hash is a call in Python, for each Node.
+    __hash__ = object.__hash__
+
     NodeNotVGPUEnabled = "node not vGPU-enabled"
     NodeNoVGPURegister = "node has no vGPU registered"
     NodeNoVGPUConfig = "node has no vGPU configuration"
