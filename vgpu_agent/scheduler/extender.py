@@ -152,6 +152,7 @@ class Extender:
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
         self._promises: dict[str, _Promise] = {}
+        self._last_bind_ns = 0  # unix time
         self._resources: dict[str, frozenset[str]] = {}  # Node → its extended resources
         self.records = PodRecords(clock)
         # UID of a pod that was refused though there may be room → since when, and how often
@@ -441,8 +442,10 @@ class Extender:
             return
         self._check(arguments, promise)
         numbers = self._book.numbers(arguments.node)
+        # Distinct and in order, because vgpu-manager's plugin tells pods apart by it (§7.1).
+        self._last_bind_ns = max(int(self._clock() * 1e9), self._last_bind_ns + 1)
         state = self._family.when_bound(
-            promise.wanted, promise.holding, numbers, int(self._clock() * 1e9)
+            promise.wanted, promise.holding, numbers, self._last_bind_ns
         )
         may_be_bound, promise.binding, promise.under_way = promise.binding, True, True
         try:
