@@ -222,6 +222,7 @@ class KubeScheduler(Program):
                     "urlPrefix": f"http://127.0.0.1:{self._port}/scheduler",
                     "filterVerb": "filter",
                     "bindVerb": "bind",
+                    "preemptVerb": "preempt",
                     "weight": 1,
                     "nodeCacheCapable": True,
                     "httpTimeout": "30s",
