@@ -28,10 +28,12 @@ PATH = "/api/v1/namespaces/default/pods/train"
 
 
 class Site:
-    """The endpoints of a cluster. State: whether the extender is ready, and one of its watches."""
+    """The endpoints of a cluster. State: whether the extender is ready and leads, and one of its
+    watches.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
-        self.watch = WatchStatus("all pods")
+        self.watch, self.leads = WatchStatus("all pods"), True
         self.cluster, self.ready, self.address = cluster, True, ""
 
     async def get(self, path: str, **headers: str) -> tuple[int, str, str]:
@@ -62,6 +64,7 @@ async def serving(cluster: Cluster) -> AsyncIterator[Site]:
         read_pod=decode.pod,
         api=cluster.server,
         is_ready=lambda: site.ready,
+        leads=lambda: site.leads,
         watches=lambda: (WatchStatus("all Nodes"), site.watch),
         clock=lambda: 1787331600.0,
     )
@@ -205,6 +208,16 @@ async def test_a_watch_that_fails_is_said_first(site: Site) -> None:
     assert json.loads(body)["answer"][0] == sentence
     _, _, body = await site.get("/capacity?format=text")
     assert body.splitlines()[0] == sentence
+
+
+async def test_a_follower_sends_to_the_leader(site: Site) -> None:
+    """A port forward leads to any of them, and only the leader knows what is kept."""
+    site.leads = False
+    label = VgpuManagerScheduling(KEYS).role_label
+    for path in ("/explain?pod=default/train", "/capacity"):
+        _, _, body = await site.get(f"{path}{'&' if '?' in path else '?'}format=text")
+        assert "This extender does not lead." in body
+        assert f"Ask the leader: kubectl get pods -A -l {label}=leader\n" in body
 
 
 async def test_a_pod_that_was_bound_since_the_api_server_sent_it(site: Site) -> None:

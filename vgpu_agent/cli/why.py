@@ -30,7 +30,7 @@ _POD = re.compile(r"[^/\s]+/[^/\s]+\Z")
 _FAILED = 1
 _LONGEST_BODY_BYTES = 64 * 1024 * 1024
 _EXAMPLES = f"""examples:
-  kubectl -n NAMESPACE port-forward deploy/SCHEDULER 3456 &
+  kubectl -n vgpu-agent port-forward deploy/vgpu-scheduler 3456 &
   vgpu-agent why ml/train-0                                the extender at {_DEFAULT}
   vgpu-agent why ml/train-0 --all                          a row for each Node
   vgpu-agent why ml/train-0 --json | jq .situation         for scripts

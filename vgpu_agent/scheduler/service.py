@@ -246,6 +246,7 @@ class Service:
             read_pod=read_pod,
             api=self._client,
             is_ready=lambda: self.is_ready,
+            leads=lambda: self.leads and self._role.value is not False,
             watches=lambda: (self._nodes.status, self._pods.status),
         )
         self._role: Latest[bool | None] = Latest(None)  # leads, or not; None until that is known

@@ -63,6 +63,7 @@ class People:
         read_pod: Callable[[msgspec.Raw | bytes], Pod],
         api: Api,
         is_ready: Callable[[], bool],
+        leads: Callable[[], bool],
         watches: Callable[[], Iterable[WatchStatus]],
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -75,12 +76,14 @@ class People:
             read_pod: decodes a pod; it raises `ClusterError`.
             api: the API server.
             is_ready: tells whether all Nodes and pods were read.
+            leads: tells whether this extender answers kube-scheduler.
             watches: returns the state of the watches from which the book comes.
             clock: unix seconds.
         """
         self._extender, self._book, self._family = extender, book, family
         self._read_pod, self._api = read_pod, api
-        self._is_ready, self._watches, self._clock = is_ready, watches, clock
+        self._is_ready, self._leads = is_ready, leads
+        self._watches, self._clock = watches, clock
         self._waiting = 0
         self._one = asyncio.Lock()
         self._counted: tuple[float, Capacity] | None = None
@@ -184,14 +187,23 @@ class People:
         return _answer(found, page.capacity(found) if as_text else None)
 
     def _doubts(self) -> tuple[str, ...]:
-        """Say which watches fail: the book does not see changes meanwhile."""
-        return tuple(
+        """Say what the book does not see: cards that another extender keeps, and changes while a
+        watch fails.
+        """
+        label = self._family.role_label
+        where = f": kubectl get pods -A -l {label}=leader" * bool(label)
+        follows = (
+            "This extender does not lead. It does not know which cards the leader keeps for pods "
+            f"that are not bound yet, nor what kube-scheduler has asked. Ask the leader{where}"
+        )
+        failing = (
             f"The watch of {watch.name} has been failing for "
             f"{max(self._clock() - watch.failing_since, 0):.0f} s, so this may be out of date: "
             f"{watch.last_error}"
             for watch in self._watches()
             if watch.failing_since
         )
+        return *(() if self._leads() else (follows,)), *failing
 
 
 class _BadRequestError(Exception):
