@@ -183,7 +183,7 @@ class Trait(enum.StrEnum):
     CLAIMS = "resource claims"
 
 
-class SchedulingFacts(msgspec.Struct, frozen=True):
+class SchedulingFacts(msgspec.Struct, frozen=True, gc=False):
     """What only a scheduler has to know of a pod.
 
     Attributes:

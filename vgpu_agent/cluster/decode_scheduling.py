@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -179,7 +180,10 @@ def facts(raw: Json) -> SchedulingFacts:
     read = _decoded(_pods, raw, "a pod")
     metadata, spec = read.metadata, read.spec or _Spec()
     annotations = metadata.annotations or _Annotations()
-    labels = tuple(sorted((metadata.labels or {}).items()))[:_MAX_LABELS]
+    # Pods of one job have equal texts, which are kept once.
+    pairs = ((sys.intern(key), sys.intern(text)) for key, text in (metadata.labels or {}).items())
+    labels = tuple(map(_shared, sorted(pairs)))[:_MAX_LABELS]
+    namespace = sys.intern(metadata.namespace)
     owners = metadata.owner_references or ()
     controller = next((each for each in owners if each.controller), _Owner())
     gang = _gang(metadata, spec)
@@ -190,15 +194,15 @@ def facts(raw: Json) -> SchedulingFacts:
     else:
         protected = "daemon_set" if controller.kind == _DAEMON_SET else ""
     return SchedulingFacts(
-        metadata.namespace,
+        namespace,
         metadata.name,
         priority=spec.priority,
         may_preempt=spec.preemption_policy != "Never",
         started_at=decode.unix_seconds((read.status or _Status()).start_time),
         deleting=bool(metadata.deletion_timestamp),
         labels=_shared(labels),
-        gang=f"{metadata.namespace}/{gang}" if gang else "",
-        owner=f"{metadata.namespace}/{controller.uid[:_LONGEST_NAME]}" if controller.uid else "",
+        gang=sys.intern(f"{namespace}/{gang}") if gang else "",
+        owner=sys.intern(f"{namespace}/{controller.uid[:_LONGEST_NAME]}") if controller.uid else "",
         protected=protected,
         requests=_shared(_requests(spec)),
         traits=_shared(frozenset(_traits(spec))),

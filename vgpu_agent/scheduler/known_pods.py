@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, SchedulingFacts
 
 
-class KnownPod(msgspec.Struct, frozen=True):
+class KnownPod(msgspec.Struct, frozen=True, gc=False):
     """One pod.
 
     Attributes:
