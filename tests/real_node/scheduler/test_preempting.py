@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,9 +19,20 @@ _PRIORITIES = {"low": 1, "middle": 2, "high": 100}
 _CLASSES = "/apis/scheduling.k8s.io/v1/priorityclasses"
 
 
+class Counting(KubeScheduler):
+    """A kube-scheduler that counts compute and memory itself, too."""
+
+    def configuration(self) -> dict[str, Any]:
+        """See `KubeScheduler`."""
+        found = super().configuration()
+        for resource in found["extenders"][0]["managedResources"]:
+            resource["ignoredByScheduler"] = False
+        return found
+
+
 @pytest.fixture
-def extender(plane: Rig) -> Iterator[Extender]:
-    """The extender beside a kube-scheduler that calls it, and classes of priority."""
+def classes(plane: Rig) -> Iterator[None]:
+    """Classes of priority."""
     for name, value in _PRIORITIES.items():
         plane.api.post(
             _CLASSES,
@@ -32,13 +43,19 @@ def extender(plane: Rig) -> Iterator[Extender]:
                 "value": value,
             },
         )
-    with Extender(plane) as running, KubeScheduler(plane):
-        yield running
+    yield
     for name in _PRIORITIES:
         plane.api.delete(f"{_CLASSES}/{name}")
 
 
-def _node(rig: Rig, *, slots: int) -> None:
+@pytest.fixture
+def extender(plane: Rig, classes: None) -> Iterator[Extender]:
+    """The extender beside a kube-scheduler that calls it."""
+    with Extender(plane) as running, KubeScheduler(plane):
+        yield running
+
+
+def _node(rig: Rig, *, slots: int, resources: Mapping[str, str] | None = None) -> None:
     """A Node of two cards for so many containers each."""
     cards = [
         {
@@ -57,11 +74,12 @@ def _node(rig: Rig, *, slots: int) -> None:
         for card in range(2)
     ]
     config = {"deviceSplit": slots, "coresScaling": 1, "memoryFactor": 1, "memoryScaling": 1}
-    resources = {
+    allocatable = {
         "cpu": "64",
         "memory": "256Gi",
         "pods": "110",
         "nvidia.com/vgpu-number": str(2 * slots),
+        **(resources or {}),
     }
     rig.api.post(
         "/api/v1/nodes",
@@ -76,8 +94,8 @@ def _node(rig: Rig, *, slots: int) -> None:
                 },
             },
             "status": {
-                "capacity": resources,
-                "allocatable": resources,
+                "capacity": allocatable,
+                "allocatable": allocatable,
                 "conditions": [{"type": "Ready", "status": "True"}],
             },
         },
@@ -119,3 +137,22 @@ def test_both_pods_on_a_card_go_and_no_other(plane: Rig, extender: Extender) -> 
     left = _names(plane) - {"urgent"}
     assert len(left) == 2
     assert len({name.rpartition("-")[0] for name in left}) == 1
+
+
+def test_full_cards_with_free_slots_are_seen_where_they_are_counted(
+    plane: Rig, classes: None
+) -> None:
+    """kube-scheduler 1.36 asks only about Nodes where something is short that it counts itself
+    (docs/scheduling.md).
+    """
+    _node(
+        plane,
+        slots=10,
+        resources={"nvidia.com/vgpu-cores": "200", "nvidia.com/vgpu-memory": "49152"},
+    )
+    whole = {"cores": 100, "memory": 24576}
+    with Extender(plane), Counting(plane), Bound(plane) as bound:
+        first = create(plane, [_pod("on-0", "low", 0, **whole), _pod("on-1", "middle", 1, **whole)])
+        bound.wait(first, timeout=PATIENCE_SECONDS)
+        bound.wait(create(plane, [_pod("urgent", "high", 1, **whole)]), timeout=PATIENCE_SECONDS)
+    assert _names(plane) == {"on-0", "urgent"}
