@@ -16,6 +16,7 @@ from tests.families.vgpu_manager.scheduling.nodes import KEYS, entry, node_texts
 from tests.scheduler.strict_server import StrictCluster
 from tests.scheduler.test_extender import GRACE_SECONDS, SMALL, WHOLE, a_pod
 from vgpu_agent.cluster import decode
+from vgpu_agent.families.scheduling import SchedulingOptions
 from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerScheduling
 from vgpu_agent.nodes import Node
 
@@ -213,7 +214,9 @@ async def _one_bad_node_harms_no_other() -> None:
 async def _a10_is_no_a100() -> None:
     for cut, expected in ((False, []), (True, ["n0"])):
         cluster = StrictCluster(1)
-        cluster.extender._family = VgpuManagerScheduling(KEYS, types_cut_numbers=cut)
+        cluster.extender._family = VgpuManagerScheduling(
+            KEYS, SchedulingOptions(types_cut_numbers=cut)
+        )
         show_node(cluster, "n0", node_texts([entry(0, type="NVIDIA A100-SXM4-80GB")]))
         pod = with_texts(a_pod(**SMALL), include_type="A10")
         assert cluster.filter(pod)["NodeNames"] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.families.vgpu_manager.scheduling.nodes import (
 )
 from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
 from vgpu_agent.families.vgpu_manager.scheduling.node_cards import read_cards
+from vgpu_agent.placement.nodes.allocation import allocate
 from vgpu_agent.placement.nodes.book import Book, Choice, HeldCard, Holding
 from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
 from vgpu_agent.placement.nodes.demand import Demand
@@ -276,3 +278,28 @@ def test_a_busy_cluster_is_never_overcommitted() -> None:
             assert memory <= MEMORY_MIB
             assert cores <= 100
     assert refused > 20  # it was full now and then
+
+
+def test_a_pod_that_names_many_cards_is_compared_with_each_kind_of_node_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 UUIDs and 64 product names on 16,000 cards would hold up the extender for seconds."""
+    places: list[object] = []
+
+    def counted(*arguments: Any) -> Any:
+        places.append(arguments)
+        return allocate(*arguments)
+
+    monkeypatch.setattr("vgpu_agent.placement.nodes.book.allocate", counted)
+    book = book_of(50)
+    wanted = demand(
+        container(cores=10, memory=1024),
+        include_uuid=",".join(
+            [uuid(7, 1), uuid(8, 0), *(f"gpu-{each:050d}" for each in range(60))]
+        ),
+    )
+    choice = book.choose(wanted, [f"n{node}" for node in range(50)])
+    assert (choice.node, choice.holding) == ("n7", held(7, (1, 10, 1024)))
+    assert set(choice.reasons) == {f"n{node}" for node in range(50)} - {"n7", "n8"}
+    assert set(choice.reasons.values()) == {Reason.DeviceUUIDMismatch}
+    assert len(places) <= 4  # those without a named card, those with the one or the other, and n7

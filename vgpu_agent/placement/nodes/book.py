@@ -8,6 +8,7 @@ for a pod that is to be placed. Nodes with equal cards of which equal parts are 
 from __future__ import annotations
 
 import collections
+import functools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -196,7 +197,7 @@ class Book:
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}  # UID of a pod → its Node
         self._states: dict[Hardware, _States] = {}
-        self._verdicts: collections.OrderedDict[Demand, dict[State | None, _Verdict]] = (
+        self._verdicts: collections.OrderedDict[Demand, dict[object, _Verdict]] = (
             collections.OrderedDict()
         )
 
@@ -450,21 +451,22 @@ class Book:
         return self._node_of.get(uid, "")
 
     def _verdict_of(self, demand: Demand) -> Callable[[_Node], _Verdict]:
-        if demand.names_cards:
-            return lambda node: _verdict(demand, node)
         table = self._table(demand)
 
         def known(node: _Node) -> _Verdict:
             if (state := node.state) is None:
                 return _verdict(demand, node)
-            if (found := table.get(state)) is None:
-                found = table[state] = _verdict(demand, node)
+            key: object = state
+            if demand.names_cards:  # Nodes with the same unwanted cards are alike
+                key = state, tuple(unwanted(demand, state.hardware, node.uuids).items())
+            if (found := table.get(key)) is None:
+                found = table[key] = _verdict(demand, node)
             return found
 
         return known
 
-    def _table(self, demand: Demand) -> dict[State | None, _Verdict]:
-        """Return the verdicts that are known; a demand that names cards has none."""
+    def _table(self, demand: Demand) -> dict[object, _Verdict]:
+        """Return the verdicts that are known; of a demand that names cards none are kept."""
         if demand.names_cards:
             return {}
         table = self._verdicts.setdefault(demand, {})
@@ -534,13 +536,26 @@ def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[i
     found: dict[int, Reason] = {}
     if not (demand.include_types or demand.exclude_types or demand.names_cards):
         return found
-    is_named = _has_text if demand.types_cut_numbers else _has_name
+    types = demand.include_types, demand.exclude_types
+    # Of many entries most are on no card of the Node, which one look at all its UUIDs shows.
+    together = "\n".join(uuids).lower()
+    included = [entry for entry in demand.include_uuids if entry in together]
+    excluded = [entry for entry in demand.exclude_uuids if entry in together]
     for number, (card, uuid) in enumerate(zip(hardware.cards, uuids, strict=True)):
-        if not _is_wanted(card.model, demand.include_types, demand.exclude_types, is_named):
+        if not _is_model_wanted(card.model, *types, cut_numbers=demand.types_cut_numbers):
             found[number] = Reason.DeviceTypeMismatch
-        elif not _is_wanted(uuid, demand.include_uuids, demand.exclude_uuids, _has_text):
+        elif (demand.include_uuids and not included) or not _is_wanted(
+            uuid, included, excluded, _has_text
+        ):
             found[number] = Reason.DeviceUUIDMismatch
     return found
+
+
+@functools.lru_cache(maxsize=1024)  # a pod may name many, and a cluster has few models
+def _is_model_wanted(
+    model: str, included: tuple[str, ...], excluded: tuple[str, ...], *, cut_numbers: bool
+) -> bool:
+    return _is_wanted(model, included, excluded, _has_text if cut_numbers else _has_name)
 
 
 def _is_wanted(

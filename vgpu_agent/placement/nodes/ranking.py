@@ -43,7 +43,7 @@ def rank(
     )
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)  # of the largest Nodes each keeps half a megabyte
 def _fitness(hardware: Hardware, mode: str, cards: int) -> int:
     """Return how well the Node's cards, also those in use, suit the topology mode."""
     if mode in {NUMA, NUMA_STRICT}:

@@ -57,7 +57,8 @@ class _Linked(msgspec.Struct):
     """The links of one card in ``node-device-topology``."""
 
     index: int
-    links: dict[str, Annotated[list[int], msgspec.Meta(max_length=64)]] = {}
+    # a level of PCIe and NVLinks, at most
+    links: dict[str, Annotated[list[int], msgspec.Meta(max_length=8)]] = {}
 
 
 def read_cards(annotations: Mapping[str, str], slots: int, keys: Keys) -> NodeCards | Unfit:
