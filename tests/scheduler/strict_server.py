@@ -85,7 +85,8 @@ class StrictServer:
             if pod["spec"].get("nodeName"):
                 raise ClusterError("409 Conflict: the pod is assigned already", status=409)
             pod["spec"]["nodeName"] = body["target"]["name"]
-        pod["metadata"].setdefault("annotations", {}).update(body["metadata"]["annotations"])
+        annotations = body["metadata"].get("annotations", {})
+        pod["metadata"].setdefault("annotations", {}).update(annotations)
 
 
 class StrictCluster(Cluster):

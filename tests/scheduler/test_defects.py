@@ -188,7 +188,8 @@ async def _a_long_node_name_is_no_bad_label() -> None:
         assert await cluster.bind(pod, name) == ""
         patch = cluster.strict.requests[-2][2]
         assert all(LABEL.fullmatch(text or "") for text in patch["metadata"]["labels"].values())
-        assert patch["metadata"]["annotations"][KEYS.predicate_node] == name
+        annotations = cluster.strict.pod("a")["metadata"]["annotations"]
+        assert annotations[KEYS.predicate_node] == name
         cluster.gone("a")
 
 

@@ -123,7 +123,7 @@ WHOLE = {"number": "2"}
 
 
 async def test_a_pod_of_the_contract_from_filter_to_bind() -> None:
-    """vgpu-manager §13.3, with the patches of filter and bind in one."""
+    """vgpu-manager §13.3: the labels of both patches in one, the annotations in the Binding."""
     cluster, pod = Cluster(), a_pod(**SMALL)
     assert cluster.filter(pod) == {
         "Nodes": None,
@@ -147,7 +147,6 @@ async def test_a_pod_of_the_contract_from_filter_to_bind() -> None:
         {
             "metadata": {
                 "uid": "uid-train",
-                "annotations": annotations,
                 "labels": {
                     "nvidia.com/assigned-phase": "allocating",
                     "nvidia.com/metrics-node": "n0",
@@ -158,6 +157,7 @@ async def test_a_pod_of_the_contract_from_filter_to_bind() -> None:
     assert binding[:2] == ("POST", "/api/v1/namespaces/default/pods/train/binding")
     assert binding[2]["target"]["name"] == "n0"
     assert binding[2]["metadata"]["uid"] == "uid-train"
+    assert binding[2]["metadata"]["annotations"] == annotations
 
 
 async def test_pods_are_told_what_became_of_them() -> None:

@@ -291,6 +291,26 @@ async def test_a_leader_that_loses_its_lead_during_a_bind_does_not_bind() -> Non
     assert cluster.book.taken("n0") == FREE
 
 
+async def test_a_request_that_arrives_late_does_not_spoil_the_claims_of_a_bound_pod() -> None:
+    """Meanwhile the next leader has bound the pod elsewhere. The claims are written together with
+    the Node or not at all.
+    """
+    leads = [True]
+    cluster = StrictCluster(leads=lambda: leads[0])
+    pod = cluster.create("a", **WHOLE)
+    cluster.filter(pod, "n0")
+    cluster.strict.slow["PATCH"] = asyncio.Event()
+    bind = asyncio.ensure_future(cluster.bind(pod, "n0"))
+    await asyncio.sleep(0)
+    leads[0] = False
+    stored, claims = cluster.strict.pod("a"), f"default[0_{uuid(1, 0)}_100_24576]"
+    stored["spec"]["nodeName"] = "n1"
+    stored["metadata"]["annotations"] = {KEYS.pre_allocated: claims}
+    cluster.strict.slow["PATCH"].set()
+    assert "leads no longer" in await bind
+    assert cluster.strict.pod("a")["metadata"]["annotations"][KEYS.pre_allocated] == claims
+
+
 # -- texts of pods --------------------------------------------------------------------------------
 
 

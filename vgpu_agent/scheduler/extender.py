@@ -1,5 +1,5 @@
-"""The verbs of the extender: filter names the Node of a pod and keeps its cards, bind writes them
-down and binds the pod (vgpu-manager §5.2, §5.8).
+"""The verbs of the extender: filter names the Node of a pod and keeps its cards, bind binds the
+pod and writes them down with its Node (vgpu-manager §5.2, §5.8).
 
 Between the two the promise is in memory only. If the process dies there, nothing is lost: bind is
 refused, and kube-scheduler filters the pod again. From bind on the pod's annotations have it. A
@@ -529,15 +529,12 @@ class Extender:
         )
 
     async def _write(self, arguments: BindingArguments, state: DesiredPod) -> None:
+        """Write the labels, which a Binding cannot carry. The annotations come with the Binding: in
+        a request that arrives late they would replace the claims of a pod that is bound elsewhere.
+        """
         await self._api.patch(
             pod_path(arguments.pod_namespace, arguments.pod_name),
-            {
-                "metadata": {
-                    "uid": arguments.pod_uid,
-                    "annotations": dict(state.annotations),
-                    "labels": dict(state.labels),
-                }
-            },
+            {"metadata": {"uid": arguments.pod_uid, "labels": dict(state.labels)}},
         )
 
     async def _post(self, arguments: BindingArguments, state: DesiredPod | None) -> None:
