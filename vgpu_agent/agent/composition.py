@@ -28,7 +28,6 @@ from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.late_web import LateWeb
-from vgpu_agent.agent.memory import freeze_objects, limit_heaps
 from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
@@ -62,6 +61,7 @@ from vgpu_agent.kubelet import pod_resources, sockets
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
+from vgpu_agent.memory import freeze_objects, limit_heaps
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.control_usage import ControlledUses, UsageReading
 from vgpu_agent.runtime.grants import GrantDirectory

@@ -32,6 +32,7 @@ from vgpu_agent.cluster.reflector import Reflector, Scope
 from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.errors import AgentError, ClusterError, ListenError
 from vgpu_agent.journal import Journal
+from vgpu_agent.memory import freeze_objects
 from vgpu_agent.placement.nodes.book import Book
 from vgpu_agent.placement.nodes.budgets import Budgets
 from vgpu_agent.scheduler.dry_run import FilterDryRun
@@ -323,8 +324,12 @@ class Service:
         )
 
     async def _take_back(self, supervisor: Supervisor, certificate: Certificate | None) -> None:
+        has_frozen = False
         while True:
             supervisor.beat("promises")
+            if self.is_ready and not has_frozen:
+                freeze_objects()
+                has_frozen = True
             self._extender.take_back()
             if certificate is not None:
                 await certificate.context()  # reads a renewed one

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.agent import memory
+from vgpu_agent import memory
 from vgpu_agent.agent.records.advertised import ListedIds
 from vgpu_agent.agent.records.pod_ends import PodEnds
 from vgpu_agent.concurrency import first_of

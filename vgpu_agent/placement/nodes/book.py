@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _MAX_DEMANDS, _MAX_STATES = 32, 8192
 
 
-class HeldCard(msgspec.Struct, frozen=True):
+class HeldCard(msgspec.Struct, frozen=True, gc=False):
     """One card of a container, by UUID, with percent of compute and MiB of memory."""
 
     uuid: str
@@ -47,7 +47,7 @@ class HeldCard(msgspec.Struct, frozen=True):
     memory_mib: int
 
 
-class Holding(msgspec.Struct, frozen=True):
+class Holding(msgspec.Struct, frozen=True, gc=False):
     """What a pod holds on a Node: the kinds of its containers, and the cards of each."""
 
     node: str

@@ -29,7 +29,7 @@ def test_the_agent_loads_nothing_heavy_and_no_simulator() -> None:
 
 _BIG_BLOCKS = """
 import threading
-from vgpu_agent.agent.memory import limit_heaps
+from vgpu_agent.memory import limit_heaps
 def kib():
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
@@ -92,7 +92,7 @@ def test_what_lies_between_blocks_in_use_goes_back_too() -> None:
     before the call, nearly all after it.
     """
     program = """
-from vgpu_agent.agent.memory import release_free_pages, limit_heaps
+from vgpu_agent.memory import release_free_pages, limit_heaps
 def kib():
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
@@ -119,7 +119,7 @@ def test_what_the_start_has_made_is_not_searched_again() -> None:
     """
     program = """
 import gc, weakref
-from vgpu_agent.agent.memory import freeze_objects
+from vgpu_agent.memory import freeze_objects
 class Thing: pass
 there = [Thing() for _ in range(5000)]
 freeze_objects()
