@@ -4,6 +4,8 @@ does.
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
 import shlex
 import subprocess
@@ -54,10 +56,33 @@ def test_each_flag_of_the_device_plugin_is_on_the_page_and_accepted() -> None:
 
 
 def test_each_flag_that_the_page_names_is_accepted() -> None:
-    """Those behind kubectl and helm aside, and those of the scheduler, which is another command."""
-    agent = re.sub(r"\n## The scheduler\n.*?(?=\n## )", "", PAGE, flags=re.DOTALL)
+    """Those behind kubectl and helm aside, and those of the scheduler and the webhook, which are
+    commands of their own.
+    """
+    agent = re.sub(r"\n## The (scheduler|webhook)\n.*?(?=\n## )", "", PAGE, flags=re.DOTALL)
     table = "\n".join(line for line in agent.splitlines() if line.startswith("| `--"))
     assert named(table) - accepted() == set()
+
+
+@pytest.mark.parametrize(
+    ("heading", "title", "module"),
+    [("1.3", "The scheduler", "scheduler"), ("1.5", "The webhook", "webhook")],
+)
+def test_each_flag_of_another_program_is_on_the_page_and_accepted(
+    heading: str, title: str, module: str
+) -> None:
+    """vgpu-manager §1.3, §1.5: its arguments can be pasted into the Deployment."""
+    contract = section(heading)
+    if module == "webhook":
+        contract = contract.partition("device-client: ")[0]
+    part = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    table = named("\n".join(line for line in part.splitlines() if line.startswith("| `--")))
+    parser = argparse.ArgumentParser().add_subparsers()
+    importlib.import_module(f"vgpu_agent.cli.{module}").add_parser(parser)
+    taken = set(parser.choices[module]._option_string_actions)
+    assert len(named(contract)) > 12
+    assert named(contract) - table == set()
+    assert table - taken == set()
 
 
 def test_each_gate_is_on_the_page_and_known() -> None:
