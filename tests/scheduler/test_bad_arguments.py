@@ -448,6 +448,10 @@ async def test_memory_stays_bounded_by_what_there_is() -> None:
             "states": sum(len(each.by_taken) for each in book._states.values()),
             "promises": len(extender._promises),
             "unreadable": len(extender._unreadable),
+            "known pods": len(extender._known._pods),
+            "groups": len(extender._known._groups),
+            "names": len(extender.records._names),
+            "resources": len(extender._resources),
         }
 
     before = count()
@@ -477,6 +481,8 @@ async def test_memory_stays_bounded_by_what_there_is() -> None:
     slots = 20
     assert count()["promises"] <= slots
     assert len(book._verdicts) <= 32
+    assert len(extender._refused) <= 10_000
+    assert len(extender.records._asked) <= 5000
     assert len(cluster.journal.entries) <= 1000
     await asyncio.sleep(GRACE_SECONDS + 1)
     extender.take_back()

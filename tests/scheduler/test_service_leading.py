@@ -277,6 +277,20 @@ async def test_keys_of_another_domain_count(server: ApiServer) -> None:
         assert await placed("b") == []
 
 
+async def test_the_first_list_of_pods_is_not_one_that_may_be_behind(server: ApiServer) -> None:
+    """From the API server's cache, cards of pods that were bound a moment ago would look free. That
+    of Nodes may be.
+    """
+    async with serving(server, Options(port=0)):
+        lists = {
+            request.resource: request.query.get("resourceVersion")
+            for request in reversed(server.requests)
+            if request.verb == "list"
+        }
+    assert lists["pods"] is None
+    assert lists["nodes"] == "0"
+
+
 async def test_the_policy_over_nodes_is_read_from_a_pod(server: ApiServer) -> None:
     """The agent on a node has no use for it; the extender has."""
     texts = node_texts([entry(card, uuid=f"GPU-{card}") for card in range(2)])
