@@ -160,14 +160,17 @@ def _linked(
             and (len(group) > 1 or any(linked(group[0], other) for other in links.every))
         ]
         if fitting:
-            # max() takes the first of equal ones.
-            group = max(
-                fitting,
-                key=lambda group: (
-                    round(_mean_score([cards[key] for key in group]), 6),
-                    quality(best_set(group, count, score), score),
-                ),
-            )
+            # max() takes the first of equal ones. The search among many cards takes long, so one
+            # group is not compared with none.
+            group = fitting[0]
+            if len(fitting) > 1:
+                group = max(
+                    fitting,
+                    key=lambda group: (
+                        round(_mean_score([cards[key] for key in group]), 6),
+                        quality(best_set(group, count, score), score),
+                    ),
+                )
             return Chosen(_members([cards[key] for key in group], count, score), _INSTEAD[tier])
         if tier == _TIERS[-1] and any(len(group) > 1 for group in groups):
             spanned = sorted(
