@@ -272,23 +272,49 @@ async def _a_pod_that_is_made_anew_is_another_one() -> None:
 
 
 ROWS = (
-    Row("§12.1, #2", "pods of one moment are mixed up", _pods_of_one_moment_are_told_apart),
-    Row("§12.1, #4", "containers of a pod exceed a card", _containers_share_cards),
-    Row("§12.2", "filter waits for the API server", _filter_asks_the_api_server_nothing),
-    Row("§12.2", "everything is decoded for each pod", _nothing_is_decoded_again),
-    Row("§12.2", "a pod costs four requests and 30 ms", _a_pod_costs_two_requests),
-    Row("§12.2, §5.2 3b", "a pod waits for its first Node", _a_pod_moves_with_the_sample),
-    Row("§12.3, 4", "a reservation leaks", _a_pod_that_is_never_bound_keeps_nothing),
-    Row("§12.3, 4", "a slow bind loses its claim", _a_slow_bind_keeps_its_cards),
-    Row("§12.3, 5", "users dictate their cards", _forged_state_is_worth_nothing),
-    Row("§12.3, 6", "a card never recovers", _a_card_that_recovers_is_offered_again),
-    Row("§12.3, 9", "a label of more than 63 characters", _a_long_node_name_is_no_bad_label),
-    Row("§12.3, 10; §3", "a malformed annotation ends it all", _one_bad_node_harms_no_other),
-    Row("§12.3, 10; §4.1", "A10 matches A100", _a10_is_no_a100),
-    Row("§12.3, 11", "more than 16 cards", _too_many_cards_are_refused_once),
-    Row("§5.8", "a bind comes twice", _a_bind_that_comes_twice_is_one),
-    Row("§4.4", "a Node is deleted and created again", _a_node_that_is_made_anew_has_its_pods),
-    Row("§5.8", "a pod is made anew under its name", _a_pod_that_is_made_anew_is_another_one),
+    Row(
+        "vgpu-manager §12.1, #2",
+        "pods of one moment are mixed up",
+        _pods_of_one_moment_are_told_apart,
+    ),
+    Row("vgpu-manager §12.1, #4", "containers of a pod exceed a card", _containers_share_cards),
+    Row(
+        "vgpu-manager §12.2", "filter waits for the API server", _filter_asks_the_api_server_nothing
+    ),
+    Row("vgpu-manager §12.2", "everything is decoded for each pod", _nothing_is_decoded_again),
+    Row("vgpu-manager §12.2", "a pod costs four requests and 30 ms", _a_pod_costs_two_requests),
+    Row(
+        "vgpu-manager §12.2, vgpu-manager §5.2",
+        "a pod waits for its first Node",
+        _a_pod_moves_with_the_sample,
+    ),
+    Row("vgpu-manager §12.3, 4", "a reservation leaks", _a_pod_that_is_never_bound_keeps_nothing),
+    Row("vgpu-manager §12.3, 4", "a slow bind loses its claim", _a_slow_bind_keeps_its_cards),
+    Row("vgpu-manager §12.3, 5", "users dictate their cards", _forged_state_is_worth_nothing),
+    Row("vgpu-manager §12.3, 6", "a card never recovers", _a_card_that_recovers_is_offered_again),
+    Row(
+        "vgpu-manager §12.3, 9",
+        "a label of more than 63 characters",
+        _a_long_node_name_is_no_bad_label,
+    ),
+    Row(
+        "vgpu-manager §12.3, 10; vgpu-manager §3",
+        "a malformed annotation ends it all",
+        _one_bad_node_harms_no_other,
+    ),
+    Row("vgpu-manager §12.3, 10; vgpu-manager §4.1", "A10 matches A100", _a10_is_no_a100),
+    Row("vgpu-manager §12.3, 11", "more than 16 cards", _too_many_cards_are_refused_once),
+    Row("vgpu-manager §5.8", "a bind comes twice", _a_bind_that_comes_twice_is_one),
+    Row(
+        "vgpu-manager §4.4",
+        "a Node is deleted and created again",
+        _a_node_that_is_made_anew_has_its_pods,
+    ),
+    Row(
+        "vgpu-manager §5.8",
+        "a pod is made anew under its name",
+        _a_pod_that_is_made_anew_is_another_one,
+    ),
 )
 
 

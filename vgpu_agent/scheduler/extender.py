@@ -442,7 +442,7 @@ class Extender:
             return
         self._check(arguments, promise)
         numbers = self._book.numbers(arguments.node)
-        # Distinct and in order, because vgpu-manager's plugin tells pods apart by it (§7.1).
+        # Distinct and in order, because plugins tell pods apart by it (vgpu-manager §7.1).
         self._last_bind_ns = max(int(self._clock() * 1e9), self._last_bind_ns + 1)
         state = self._family.when_bound(
             promise.wanted, promise.holding, numbers, self._last_bind_ns
