@@ -466,3 +466,19 @@ async def test_bad_arguments_of_a_bind_get_one_sentence(body: bytes) -> None:
     cluster = Cluster()
     assert "no ExtenderBindingArgs" in json.loads(await cluster.extender.bind(body))["Error"]
     assert cluster.server.requests == []
+
+
+async def test_a_topology_mode_that_cannot_be_followed_is_told_and_counted() -> None:
+    """vgpu-manager §5.6, §5.10: the pod runs all the same; a strict mode waits."""
+    cluster = Cluster(1)
+    loose, strict = a_pod("loose", **WHOLE), a_pod("strict", **WHOLE)
+    loose["metadata"]["annotations"] = {"nvidia.com/device-topology-mode": "link"}
+    strict["metadata"]["annotations"] = {"nvidia.com/device-topology-mode": "link-strict"}
+    assert cluster.filter(strict)["FailedNodes"] == {"n0": "Link topology unsatisfied"}
+    assert cluster.filter(loose)["NodeNames"] == ["n0"]
+    assert ("loose TopologyFallback", "link is not possible on n0: no links are known") in (
+        cluster.raised
+    )
+    text, _ = cluster.extender._metrics.text("")
+    assert b'vgpu_scheduler_topology_placement_total{mode="link",result="fallback"} 1.0' in text
+    assert b'vgpu_scheduler_topology_strict_reject_total{mode="link-strict"} 1.0' in text

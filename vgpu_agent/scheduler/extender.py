@@ -380,12 +380,17 @@ class Extender:
         choice = self.alignment.choose(pod, wanted.demand, candidates)
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
-            self._metrics.count_placed(wanted.demand)
+            self._metrics.count_placed(wanted.demand, choice.instead)
+            if choice.instead and self._events is not None:
+                mode = wanted.demand.topology_mode
+                self._events.fell_back(pod, choice.node, mode, choice.instead)
             self._promise(pod, choice.holding, wanted)
             self._known.promise(pod)
             self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
-        elif self._events is not None:
-            self._events.fits_nowhere(pod, choice.reasons)
+        else:
+            self._metrics.count_refused(wanted.demand, choice.reasons.values())
+            if self._events is not None:
+                self._events.fits_nowhere(pod, choice.reasons)
         return choice
 
     def _refusal(self, uid: str, wanted: PodDemand, candidates: int) -> str:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
+from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.placement.topology import NONE
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from vgpu_agent.placement.nodes.demand import Demand
-    from vgpu_agent.placement.nodes.reasons import Reason
 
 _PREFIX = "vgpu_scheduler"
 _BUCKETS = tuple(0.0001 * 3**power for power in range(12))  # seconds
@@ -63,6 +65,16 @@ class Metrics:
             buckets=_VICTIMS,
             registry=self._registry,
         )
+        self._topology = self._counter(
+            "topology_placement_total",
+            "Pods that got cards, by their topology mode and whether it could be followed.",
+            ("mode", "result"),
+        )
+        self._strict = self._counter(
+            "topology_strict_reject_total",
+            "Filters that found no Node with cards that belong together as a strict mode asks.",
+            ("mode",),
+        )
         self.promises = Gauge(
             f"{_PREFIX}_promises",
             "Pods that have cards and are not bound yet.",
@@ -103,9 +115,19 @@ class Metrics:
         for reason, number in reasons.items():
             self._rejects.labels(verb, reason.name).inc(number)
 
-    def count_placed(self, demand: Demand) -> None:
-        """Count a pod that got cards. The words are those of a fixed list."""
+    def count_placed(self, demand: Demand, instead: str = "") -> None:
+        """Count a pod that got cards. The words are those of a fixed list. ``instead`` is that of
+        the `Choice`.
+        """
         self._policies.labels(demand.node_policy, demand.device_policy, demand.topology_mode).inc()
+        if demand.topology_mode != NONE:
+            result = "fallback" if instead else "satisfied"
+            self._topology.labels(demand.topology_mode, result).inc()
+
+    def count_refused(self, demand: Demand, reasons: Iterable[Reason]) -> None:
+        """Count a pod that fits on no Node."""
+        if not {Reason.LinkTopologyUnsatisfied, Reason.NUMATopologyUnsatisfied}.isdisjoint(reasons):
+            self._strict.labels(demand.topology_mode).inc()
 
     def count_aligned(self, result: str) -> None:
         """Count a pod that got cards after its fellows."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 FAILED, INVALID = "FilteringFailed", "ResourceInvalid"
+FALLBACK = "TopologyFallback"
 BOUND, NOT_BOUND = "BindingSucceed", "BindingFailed"
 REPEATED_SECONDS = 60.0
 _NAMES = 5  # of Nodes, for each reason
@@ -42,6 +43,10 @@ class PodEvents:
         """Tell that a pod asks for what no Node can ever give."""
         if self._is_due(pod):
             self._events.raise_event(pod, INVALID, text)
+
+    def fell_back(self, pod: Pod, node: str, mode: str, instead: str) -> None:
+        """Tell that a pod's topology mode could not be followed."""
+        self._events.raise_event(pod, FALLBACK, f"{mode} is not possible on {node}: {instead}")
 
     def bound(self, pod: Pod, holding: Holding, numbers: Mapping[str, int]) -> None:
         """Tell which cards a pod has got; ``numbers`` has the numbers of the Node's cards."""

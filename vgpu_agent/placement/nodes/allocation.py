@@ -7,7 +7,7 @@ Pure functions on the state of a Node. The choice among fitting cards is the age
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -53,10 +53,13 @@ class Placement(msgspec.Struct, frozen=True):
     Attributes:
         claims: of each container of the demand, in its order; by number of the cards.
         footprint: card → what the pod takes of it while most of it runs (`footprint`).
+        instead: how the cards belong together where the pod's topology mode could not be followed;
+            empty where it was, or there is none.
     """
 
     claims: tuple[tuple[CardClaim, ...], ...]
     footprint: Mapping[int, Amounts]
+    instead: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -131,10 +134,17 @@ def allocate(
         for kind in ContainerKind
     }
 
+    instead = ""
+
     def cards(number: int, among: Collection[int] | None = None) -> Sequence[CardClaim] | Refusal:
-        return _cards(
+        nonlocal instead
+        found = _cards(
             demand, demand.containers[number], hardware, left, unwanted or {}, among=among
         )
+        if isinstance(found, Refusal):
+            return found
+        instead = instead or found.instead
+        return found.claims
 
     for number in (*numbers[ContainerKind.SIDECAR], *numbers[ContainerKind.MAIN]):
         found = cards(number)
@@ -156,7 +166,7 @@ def allocate(
         claims[number] = tuple(found)
     ordered = tuple(claims[number] for number in range(len(demand.containers)))
     kinds = [each.kind for each in demand.containers]
-    return Placement(ordered, footprint(kinds, ordered))
+    return Placement(ordered, footprint(kinds, ordered), instead)
 
 
 def card_reasons(
@@ -237,6 +247,13 @@ def _refused_by_node(
     return next((Refusal(reason) for fails, reason in checks if fails), None)
 
 
+class _ContainerCards(NamedTuple):
+    """The cards of one container; ``instead`` as in `Placement`."""
+
+    claims: tuple[CardClaim, ...]
+    instead: str
+
+
 def _cards(
     demand: Demand,
     container: ContainerDemand,
@@ -245,7 +262,7 @@ def _cards(
     unwanted: Mapping[int, Reason],
     *,
     among: Collection[int] | None,
-) -> tuple[CardClaim, ...] | Refusal:
+) -> _ContainerCards | Refusal:
     """Choose the cards of one container, ``among`` some or all of the Node's."""
     reasons: collections.Counter[Reason] = collections.Counter()
     candidates = []
@@ -280,7 +297,7 @@ def _cards(
             if demand.topology_mode == NUMA_STRICT
             else Reason.LinkTopologyUnsatisfied
         )
-    return tuple(
+    claims = tuple(
         CardClaim(
             number,
             container.cores_percent,
@@ -288,6 +305,7 @@ def _cards(
         )
         for number in sorted(card.number for card in chosen.cards)
     )
+    return _ContainerCards(claims, chosen.instead)
 
 
 def _why_not(

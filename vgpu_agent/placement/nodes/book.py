@@ -62,11 +62,13 @@ class Choice(msgspec.Struct, frozen=True):
         node: its name; empty where the pod fits on none.
         holding: what the pod would hold there; None where it fits on none.
         reasons: Node → why not, of those that do not fit.
+        instead: see `Placement`; empty where that is not known.
     """
 
     node: str
     holding: Holding | None
     reasons: Mapping[str, Reason]
+    instead: str = ""
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -383,7 +385,8 @@ class Book:
             node = self._nodes[best]
             placed = _place(demand, node.state, node.uuids) if node.state else None
             if isinstance(placed, Placement):
-                return Choice(best, holding_of(best, node.uuids, demand, placed), reasons)
+                holding = holding_of(best, node.uuids, demand, placed)
+                return Choice(best, holding, reasons, placed.instead)
         return Choice("", None, reasons)
 
     def refusals(
