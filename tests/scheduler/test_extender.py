@@ -147,10 +147,8 @@ async def test_a_pod_of_the_contract_from_filter_to_bind() -> None:
         {
             "metadata": {
                 "uid": "uid-train",
-                "labels": {
-                    "nvidia.com/assigned-phase": "allocating",
-                    "nvidia.com/metrics-node": "n0",
-                },
+                # the other label comes with the Binding, see `test_binding`
+                "labels": {"nvidia.com/assigned-phase": "allocating"},
             }
         },
     )
@@ -158,6 +156,10 @@ async def test_a_pod_of_the_contract_from_filter_to_bind() -> None:
     assert binding[2]["target"]["name"] == "n0"
     assert binding[2]["metadata"]["uid"] == "uid-train"
     assert binding[2]["metadata"]["annotations"] == annotations
+    assert binding[2]["metadata"]["labels"] == {
+        "nvidia.com/assigned-phase": "allocating",
+        "nvidia.com/metrics-node": "n0",
+    }
 
 
 async def test_pods_are_told_what_became_of_them() -> None:

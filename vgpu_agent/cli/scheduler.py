@@ -152,7 +152,7 @@ def add_parser(subparsers: Any) -> None:
     add("--log-format", "FORMAT", "json or console", "json", choices=("json", "console"))
     for flag, why in {
         "--master": "the address is in the kubeconfig",
-        "--kube-api-qps": "each pod costs two requests, and none is held back",
+        "--kube-api-qps": "each pod costs one or two requests, and none is held back",
         "--kube-api-burst": "the same",
         "--pprof-bind-port": "there is no pprof",
         "--feature-gates": "links between cards always count where the Node tells them, and no "

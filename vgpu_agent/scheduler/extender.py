@@ -24,6 +24,7 @@ from vgpu_agent.log import ChangeFilter
 from vgpu_agent.placement.nodes.book import Choice
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.scheduler.alignment import Alignment
+from vgpu_agent.scheduler.binding import Bindings
 from vgpu_agent.scheduler.known_pods import KnownPods
 from vgpu_agent.scheduler.messages import (
     BindingResult,
@@ -79,6 +80,7 @@ class _Promise(msgspec.Struct):
         binding: it is being bound, or the API server has not said whether it is; then only the
             watch of pods or a question ends the promise.
         under_way: a request about it has no answer yet.
+        state: what was written when it was bound.
     """
 
     pod: Pod
@@ -87,6 +89,7 @@ class _Promise(msgspec.Struct):
     until: float
     binding: bool = False
     under_way: bool = False
+    state: DesiredPod | None = None
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -151,6 +154,7 @@ class Extender:
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
+        self._bindings = Bindings(api, look_up=self._look_up, journal=journal, leads=leads)
         self._promises: dict[str, _Promise] = {}
         self._last_bind_ns = 0  # unix time
         self._resources: dict[str, frozenset[str]] = {}  # Node → its extended resources
@@ -195,7 +199,9 @@ class Extender:
                     pod=pod.full_name,
                     error=str(err),
                 )
-        self._promises.pop(pod.uid, None)
+        promise = self._promises.pop(pod.uid, None)
+        if promise is not None and promise.state and pod.node == promise.holding.node:
+            self._bindings.seen(pod, promise.state)
         if holding is None and not pod.ended:
             held = self._book.holding(pod.uid)
             holding = held if held is not None and held.node == pod.node else None
@@ -453,8 +459,9 @@ class Extender:
             promise.wanted, promise.holding, numbers, self._last_bind_ns
         )
         may_be_bound, promise.binding, promise.under_way = promise.binding, True, True
+        promise.state = state
         try:
-            await self._write_and_post(arguments, state)
+            await self._bindings.bind(promise.pod, arguments.node, state)
         except AgentError as err:
             if not await self._is_bound(promise, err, may_be_bound=may_be_bound):
                 if self._events is not None:
@@ -489,15 +496,6 @@ class Extender:
                 f"pod has them; {again}"
             )
 
-    async def _write_and_post(self, arguments: BindingArguments, state: DesiredPod) -> None:
-        await self._write(arguments, state)
-        if not self._leads():  # since that request, which may have taken long
-            raise RequestRefusedError(
-                f"this extender leads no longer; pod {arguments.pod_namespace}/"
-                f"{arguments.pod_name} is not bound"
-            )
-        await self._post(arguments, state)
-
     async def _is_bound(self, promise: _Promise, err: AgentError, *, may_be_bound: bool) -> bool:
         """Tell whether a pod is bound as promised although a bind has failed: an earlier one may
         have reached the API server without an answer. End the promise if the pod surely is not.
@@ -526,35 +524,11 @@ class Extender:
         if pod.uid == arguments.pod_uid:
             with contextlib.suppress(RequestRefusedError):
                 if self._family.read_demand(pod) is None:
-                    await self._post(arguments, None)
+                    await self._bindings.post(
+                        pod.namespace, pod.name, pod.uid, arguments.node, {}, {}
+                    )
                     return
         raise RequestRefusedError(
             f"no cards are kept for pod {pod.full_name} with UID {arguments.pod_uid}; "
             "kube-scheduler will filter it again"
-        )
-
-    async def _write(self, arguments: BindingArguments, state: DesiredPod) -> None:
-        """Write the labels, which a Binding cannot carry. The annotations come with the Binding: in
-        a request that arrives late they would replace the claims of a pod that is bound elsewhere.
-        """
-        await self._api.patch(
-            pod_path(arguments.pod_namespace, arguments.pod_name),
-            {"metadata": {"uid": arguments.pod_uid, "labels": dict(state.labels)}},
-        )
-
-    async def _post(self, arguments: BindingArguments, state: DesiredPod | None) -> None:
-        annotations = dict(state.annotations) if state else {}
-        await self._api.post(
-            pod_path(arguments.pod_namespace, arguments.pod_name) + "/binding",
-            {
-                "apiVersion": "v1",
-                "kind": "Binding",
-                "metadata": {
-                    "name": arguments.pod_name,
-                    "namespace": arguments.pod_namespace,
-                    "uid": arguments.pod_uid,
-                    "annotations": annotations,
-                },
-                "target": {"apiVersion": "v1", "kind": "Node", "name": arguments.node},
-            },
         )

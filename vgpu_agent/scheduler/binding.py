@@ -1,0 +1,161 @@
+"""The requests that bind a pod and write down its cards.
+
+The cards come with the Binding, as annotations: in a request of their own that arrives late they
+would replace the claims of a pod that is bound elsewhere. Since Kubernetes 1.35 (feature gate
+``PodTopologyLabelsAdmission``) a Binding can carry labels, too. Then one request does all, and no
+plugin sees a bound pod without its labels. Older API servers drop the labels without a word. So a
+patch writes them before, all but one, and the watch shows whether this one has come with the
+Binding. If so, further pods are bound by the Binding alone. A pod that lacks its labels all the
+same, because another API server has answered, gets them late, and patches are made again from then
+on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cluster.api import pod_path
+from vgpu_agent.errors import ClusterError, RequestRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.pods import DesiredPod, Pod
+
+_CONFLICT = 409
+_LATE_TRIES = 5
+
+
+class Bindings:
+    """Binds pods; see the module.
+
+    State: whether the API server takes labels from Bindings, None while that is unknown. Pods that
+    get their labels late.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        look_up: Callable[[Pod], Awaitable[Pod | None]],
+        journal: Journal,
+        leads: Callable[[], bool],
+    ) -> None:
+        """Build it.
+
+        Args:
+            api: the API server.
+            look_up: reads a pod anew.
+            journal: what is found out is recorded there.
+            leads: tells whether this extender may bind pods now.
+        """
+        self._api, self._look_up, self._journal, self._leads = api, look_up, journal, leads
+        self._takes_labels: bool | None = None
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def bind(self, pod: Pod, node: str, state: DesiredPod) -> None:
+        """Bind a pod with its state.
+
+        Raises:
+            ClusterError: an API server refuses, or does not answer.
+            RequestRefusedError: the extender leads no longer.
+        """
+        labels = _texts(state.labels)
+        # A Binding cannot remove a label, and some API servers do not replace one with it.
+        if not self._takes_labels or any(key in pod.labels for key in state.labels):
+            written = dict(state.labels)
+            if self._takes_labels is None and len(labels) > 1:
+                del written[_probe(labels)]
+            await self._patch(pod, {"labels": written})
+            if not self._leads():  # since that request, which may have taken long
+                raise RequestRefusedError(
+                    f"this extender leads no longer; pod {pod.full_name} is not bound"
+                )
+        await self.post(pod.namespace, pod.name, pod.uid, node, _texts(state.annotations), labels)
+
+    async def post(
+        self,
+        namespace: str,
+        name: str,
+        uid: str,
+        node: str,
+        annotations: Mapping[str, str],
+        labels: Mapping[str, str],
+    ) -> None:
+        """Bind a pod by the Binding alone. Raises: ClusterError."""
+        metadata = {
+            "name": name,
+            "namespace": namespace,
+            "uid": uid,
+            "annotations": dict(annotations),
+            "labels": dict(labels),
+        }
+        await self._api.post(
+            pod_path(namespace, name) + "/binding",
+            {
+                "apiVersion": "v1",
+                "kind": "Binding",
+                "metadata": metadata,
+                "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+            },
+        )
+
+    def seen(self, pod: Pod, state: DesiredPod) -> None:
+        """Take over how a pod looks that was bound with this state."""
+        labels = _texts(state.labels)
+        missing = labels.keys() - pod.labels.keys()
+        if any(pod.labels[key] != labels[key] for key in labels.keys() - missing):
+            return  # its Node has written there since
+        if missing:
+            if self._takes_labels is not False:
+                self._journal.record("scheduler.labels_not_bound", pod=pod.full_name)
+            self._takes_labels = False
+            task = asyncio.get_running_loop().create_task(self._write_late(pod, labels))
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+        elif self._takes_labels is None and len(labels) > 1:
+            self._takes_labels = True
+
+    async def _write_late(self, pod: Pod, labels: Mapping[str, str]) -> None:
+        """Write labels that a bound pod lacks, unless its Node has written them meanwhile."""
+        found: Pod | None = pod
+        for _ in range(_LATE_TRIES):
+            if found is None or labels.keys() <= found.labels.keys():
+                return
+            try:
+                changed = {"labels": dict(labels), "resourceVersion": found.resource_version}
+                await self._patch(pod, changed)
+            except ClusterError as err:
+                if err.status != _CONFLICT:
+                    self._journal.record(
+                        "scheduler.labels_not_written",
+                        level="warning",
+                        pod=pod.full_name,
+                        error=str(err),
+                    )
+                    return
+            else:
+                return
+            try:
+                found = await self._look_up(pod)
+            except ClusterError:
+                return
+
+    async def _patch(self, pod: Pod, metadata: Mapping[str, object]) -> None:
+        await self._api.patch(
+            pod_path(pod.namespace, pod.name), {"metadata": {"uid": pod.uid, **metadata}}
+        )
+
+
+def _texts(values: Mapping[str, str | None]) -> dict[str, str]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _probe(labels: Mapping[str, str]) -> str:
+    """Return the label that only a Binding writes, until it is known what becomes of it: the one
+    that is needed least.
+    """
+    return list(labels)[-1]
