@@ -9,7 +9,13 @@ import pytest
 from vgpu_agent.placement.nodes.book import HeldCard, Holding
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.pods import ContainerKind, Pod
-from vgpu_agent.scheduler.pod_events import REPEATED_SECONDS, PodEvents, summary
+from vgpu_agent.scheduler.pod_events import (
+    BOUND_A_SECOND,
+    BOUND_AT_ONCE,
+    REPEATED_SECONDS,
+    PodEvents,
+    summary,
+)
 
 POD = Pod(name="train", namespace="ml", uid="uid-train")
 
@@ -62,3 +68,22 @@ async def test_a_bound_pod_is_told_its_cards() -> None:
         "GPU ? (GPU-b): no limit of compute, 2048 MiB of memory"
     )
     assert raised.events == [("BindingSucceed", text, "Normal")]
+
+
+@pytest.mark.looptime
+async def test_many_bound_pods_are_told_one_after_the_other() -> None:
+    """The event costs as much as the Binding, and must not hold up the pods. None is lost."""
+    raised, count = Raised(), BOUND_AT_ONCE + 50
+    events = PodEvents(raised)  # type: ignore[arg-type]
+    for number in range(count):
+        events.bound(POD, Holding(f"n{number}", (ContainerKind.MAIN,), ((),)), {})
+    assert len(raised.events) <= BOUND_AT_ONCE + 1
+    await asyncio.sleep(10 / BOUND_A_SECOND)
+    assert len(raised.events) == pytest.approx(BOUND_AT_ONCE + 10, abs=2)
+    await asyncio.sleep(count / BOUND_A_SECOND)
+    assert [text.split()[2] for _, text, _ in raised.events] == [
+        f"n{each}" for each in range(count)
+    ]
+    await asyncio.sleep(count / BOUND_A_SECOND)
+    events.bound(POD, Holding("later", (ContainerKind.MAIN,), ((),)), {})
+    assert len(raised.events) == count + 1

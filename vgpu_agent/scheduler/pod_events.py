@@ -3,6 +3,9 @@
 
 A pod that fits nowhere is filtered again and again, and each time another part of the Nodes is
 shown; so it gets at most one such event in a minute.
+
+An event costs the API server as much as a Binding. So while many pods are bound at once, the events
+that tell so wait: they must not hold up the pods.
 """
 
 from __future__ import annotations
@@ -23,15 +26,26 @@ FAILED, INVALID = "FilteringFailed", "ResourceInvalid"
 FALLBACK = "TopologyFallback"
 BOUND, NOT_BOUND = "BindingSucceed", "BindingFailed"
 REPEATED_SECONDS = 60.0
+# Of events that a pod was bound: so many at once, and then so many a second. Of more that wait, the
+# oldest are dropped.
+BOUND_AT_ONCE, BOUND_A_SECOND = 20, 10
+_MAX_WAITING = 10_000
 _NAMES = 5  # of Nodes, for each reason
 _MAX_REMEMBERED = 10_000  # pods
 
 
 class PodEvents:
-    """Raises the events. State: when a pod was last told that it fits nowhere."""
+    """Raises the events.
+
+    State: when a pod was last told that it fits nowhere; events that a pod was bound, which wait,
+    and from when on the next one may be raised.
+    """
 
     def __init__(self, events: Events) -> None:
         self._events = events
+        self._waiting: collections.deque[tuple[Pod, str]] = collections.deque(maxlen=_MAX_WAITING)
+        self._next_at = float("-inf")
+        self._timer: asyncio.TimerHandle | None = None
         self._told: collections.OrderedDict[str, float] = collections.OrderedDict()
 
     def fits_nowhere(self, pod: Pod, reasons: Mapping[str, Reason]) -> None:
@@ -57,11 +71,25 @@ class PodEvents:
             for each in holding.cards
             for card in each
         )
-        self._events.raise_event(pod, BOUND, f"Bound to {holding.node} with {cards}", "Normal")
+        self._waiting.append((pod, f"Bound to {holding.node} with {cards}"))
+        if self._timer is None:
+            self._raise_waiting()
 
     def not_bound(self, pod: Pod, text: str) -> None:
         """Tell why a pod was not bound."""
         self._events.raise_event(pod, NOT_BOUND, text)
+
+    def _raise_waiting(self) -> None:
+        """Raise the event that has waited longest, if it is time; come back for the others."""
+        loop = asyncio.get_running_loop()
+        self._timer, now = None, loop.time()
+        if self._waiting and self._next_at <= now:
+            pod, text = self._waiting.popleft()
+            self._events.raise_event(pod, BOUND, text, "Normal")
+            earliest = now - BOUND_AT_ONCE / BOUND_A_SECOND
+            self._next_at = max(self._next_at, earliest) + 1 / BOUND_A_SECOND
+        if self._waiting:
+            self._timer = loop.call_at(self._next_at, self._raise_waiting)
 
     def _is_due(self, pod: Pod) -> bool:
         now = asyncio.get_running_loop().time()
