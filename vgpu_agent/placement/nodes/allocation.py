@@ -7,6 +7,7 @@ Pure functions on the state of a Node. The choice among fitting cards is the age
 from __future__ import annotations
 
 import collections
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.topology import (
     LINK,
     LINK_STRICT,
+    NONE,
     NUMA_STRICT,
     Candidate,
     Links,
@@ -206,42 +208,35 @@ def _refused_by_node(
         VIRTUAL if hardware.is_oversold else PHYSICAL
     ):
         return Refusal(Reason.NodeMemoryTypeMismatch)
-    free = [
-        (card, amounts)
-        for card, amounts in zip(hardware.cards, taken, strict=True)
-        if card.blocked is None
-    ]
-    wanted = sum(
-        card.blocked is None and number not in unwanted
-        for number, card in enumerate(hardware.cards)
-    )
-    sizes = {card.memory_mib for card, _ in free}
-    whole = min(sizes) if len(sizes) == 1 else 0
+    # One pass over the cards, because each new state of a Node is compared with each demand.
+    free = wanted = free_slots = free_memory = free_cores = largest = strongest = 0
+    smallest = sys.maxsize
+    for number, card in enumerate(hardware.cards):
+        if card.blocked is not None:
+            continue
+        free += 1
+        wanted += number not in unwanted
+        slots, memory, cores = taken[number]
+        free_slots += max(card.slots - slots, 0)
+        free_memory += max(card.memory_mib - memory, 0)
+        free_cores += max(card.cores_percent - cores, 0)
+        largest, smallest = max(largest, card.memory_mib), min(smallest, card.memory_mib)
+        strongest = max(strongest, card.cores_percent)
     most_memory, most_cores = (
         max((each.memory_units or 0 for each in demand.containers), default=0)
         * hardware.memory_factor,
         max((each.cores_percent for each in demand.containers), default=0),
     )
-    slots, memory, cores = total(demand, hardware.memory_factor, whole)
+    slots, memory, cores = total(
+        demand, hardware.memory_factor, largest if largest == smallest else 0
+    )
     checks = (
-        (demand.most_cards > len(free), Reason.InsufficientGPUCards),
-        (
-            most_cores > max((card.cores_percent for card, _ in free), default=0),
-            Reason.InsufficientVGPUCore,
-        ),
-        (most_memory > max(sizes, default=0), Reason.InsufficientVGPUMemory),
-        (
-            slots > sum(max(card.slots - amounts[0], 0) for card, amounts in free),
-            Reason.InsufficientGPUResources,
-        ),
-        (
-            cores > sum(max(card.cores_percent - amounts[2], 0) for card, amounts in free),
-            Reason.InsufficientVGPUCore,
-        ),
-        (
-            memory > sum(max(card.memory_mib - amounts[1], 0) for card, amounts in free),
-            Reason.InsufficientVGPUMemory,
-        ),
+        (demand.most_cards > free, Reason.InsufficientGPUCards),
+        (most_cores > strongest, Reason.InsufficientVGPUCore),
+        (most_memory > largest, Reason.InsufficientVGPUMemory),
+        (slots > free_slots, Reason.InsufficientGPUResources),
+        (cores > free_cores, Reason.InsufficientVGPUCore),
+        (memory > free_memory, Reason.InsufficientVGPUMemory),
         (demand.most_cards > wanted, next(iter(unwanted.values()), Reason.DeviceTypeMismatch)),
     )
     return next((Refusal(reason) for fails, reason in checks if fails), None)
@@ -273,13 +268,15 @@ def _cards(
         if reason:
             reasons[reason] += 1
             continue
-        slots, memory, cores = taken[number]
-        parts = (
-            (card.slots - slots) / card.slots,
-            (card.memory_mib - memory) / max(card.memory_mib, 1),
-            (card.cores_percent - cores) / card.cores_percent,
-        )
-        score = favour(demand.device_policy, parts)
+        score = 0.0
+        if demand.device_policy != NONE:
+            slots, memory, cores = taken[number]
+            parts = (
+                (card.slots - slots) / card.slots,
+                (card.memory_mib - memory) / max(card.memory_mib, 1),
+                (card.cores_percent - cores) / card.cores_percent,
+            )
+            score = favour(demand.device_policy, parts)
         candidates.append(Candidate(str(number), number, card.numa, _RANK, score))
     if len(candidates) < container.number:
         [(most, _)] = reasons.most_common(1) or [(Reason.InsufficientGPUCards, 0)]

@@ -38,9 +38,10 @@ def rank(
         taken: by card, what other pods take of it.
         footprint: what the pod would take.
     """
-    return _fitness(hardware, demand.topology_mode, demand.most_cards), _score(
-        demand, hardware, taken, footprint
-    )
+    mode = demand.topology_mode
+    # to look it up, too, takes its time: all cards and links are compared
+    fitness = _fitness(hardware, mode, demand.most_cards) if mode != NONE else 0
+    return fitness, _score(demand, hardware, taken, footprint)
 
 
 @functools.lru_cache(maxsize=256)  # of the largest Nodes each keeps half a megabyte
