@@ -276,7 +276,6 @@ def _size(cluster: _Cluster) -> list[Figure]:
             ),
             Figure("RSS, peak", extender.rss_mib("VmHWM"), None, "MiB", "VmHWM, the same"),
         ]
-    remove_pods(rig)
     return figures
 
 
