@@ -265,7 +265,7 @@ def _size(cluster: _Cluster) -> list[Figure]:
     rig = cluster.rig
     create(rig, bound_pods(_NODES, _OLD_PODS_A_NODE))
     with Extender(rig) as extender:
-        figures = [
+        return [
             Figure("start to ready", extender.ready_seconds, 5, "s", "process start to /readyz"),
             Figure(
                 "RSS",
@@ -276,7 +276,6 @@ def _size(cluster: _Cluster) -> list[Figure]:
             ),
             Figure("RSS, peak", extender.rss_mib("VmHWM"), None, "MiB", "VmHWM, the same"),
         ]
-    return figures
 
 
 def _measure() -> list[Figure]:
