@@ -207,7 +207,9 @@ async def _one_bad_node_harms_no_other() -> None:
         cluster = StrictCluster(1)
         show_node(cluster, "bad", {**texts, **spoiled})
         answer = cluster.filter(a_pod(**SMALL), "bad", "n0")
-        assert (answer["NodeNames"], answer["FailedNodes"]) == (["n0"], {"bad": reason})
+        assert (answer["NodeNames"], answer["Error"]) == (["n0"], "")
+        answer = cluster.filter(a_pod("c", number="1", memory="999999"), "bad", "n0")
+        assert answer["FailedNodes"] == {"bad": reason, "n0": "Insufficient vGPU memory"}
         show_node(cluster, "bad", texts)  # mended
         assert cluster.filter(a_pod("b", **WHOLE), "bad")["NodeNames"] == ["bad"]
 

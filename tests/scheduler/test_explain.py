@@ -618,11 +618,12 @@ def test_the_reason_of_each_node_is_the_answer_of_filter(
         fitting = [name for name, row in rows.items() if row.code == FITS]
         assert bool(answer["NodeNames"]) is bool(fitting)
         assert set(answer["NodeNames"]) <= set(fitting)
-        assert answer["FailedNodes"] == {
-            name: "pod already scheduled to another node" if name in fitting else row.reason
-            for name, row in rows.items()
-            if name not in answer["NodeNames"]
-        }
+        reasons = {name: row.reason for name, row in rows.items() if name not in fitting}
+        assert answer["FailedNodes"] == ({} if fitting else reasons)
+        wanted = VgpuManagerScheduling(KEYS).read_demand(decode.pod(json.dumps(pod).encode()))
+        assert wanted is not None
+        choice = cluster.book.choose(wanted.demand, list(rows))
+        assert {name: reason.value for name, reason in choice.reasons.items()} == reasons
         if found.fitting_pods and found.fitting_pods < 100:
             for place in range(found.fitting_pods + 1):
                 copy = json.loads(json.dumps(pod))

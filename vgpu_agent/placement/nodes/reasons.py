@@ -33,4 +33,3 @@ class Reason(enum.Enum):
     InsufficientGPUResources = "Insufficient GPU resources"
     LinkTopologyUnsatisfied = "Link topology unsatisfied"
     NUMATopologyUnsatisfied = "NUMA topology unsatisfied"
-    AlreadyScheduledElsewhere = "pod already scheduled to another node"
