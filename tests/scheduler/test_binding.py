@@ -63,7 +63,7 @@ async def test_an_older_api_server_gets_a_patch_for_each_pod() -> None:
     _see(cluster, pod, {PHASE: "allocating"})
     await asyncio.sleep(0)
     verb, _, body = cluster.server.requests[-1]
-    assert (verb, body["metadata"]["labels"]) == ("PATCH", BOTH)
+    assert (verb, body["metadata"]["labels"]) == ("PATCH", {NODE: "n0"})
     assert body["metadata"]["resourceVersion"] == "7"
     pod, requests = await _bound(cluster, "b")
     assert requests == ["PATCH", "POST"]
@@ -97,6 +97,23 @@ async def test_late_labels_do_not_undo_what_the_node_has_written() -> None:
     cluster.server.pods[path]["metadata"]["labels"] = {PHASE: "succeed", NODE: "n0"}
     await asyncio.sleep(0)
     assert [verb for verb, _, _ in cluster.server.requests] == ["PATCH", "POST", "PATCH"]
+
+
+async def test_a_late_label_that_meets_a_conflict_leaves_the_phase_alone() -> None:
+    """The kubelet has changed the pod meanwhile, and the agent has written that it is served."""
+    cluster = Cluster(1)
+    pod, _ = await _bound(cluster, "a")
+    cluster.server.failure["PATCH"] = ClusterError("409: the pod has changed", status=409)
+    _see(cluster, pod, {PHASE: "allocating"})
+    path = "/api/v1/namespaces/default/pods/a"
+    cluster.server.pods[path]["metadata"]["labels"] = {PHASE: "succeed"}
+    for _ in range(5):
+        await asyncio.sleep(0)
+    late = [
+        body["metadata"]["labels"] for verb, _, body in cluster.server.requests if verb == "PATCH"
+    ]
+    assert late[1:]
+    assert all(labels == {NODE: "n0"} for labels in late[1:])
 
 
 async def test_a_pod_that_had_such_a_label_gets_a_patch() -> None:

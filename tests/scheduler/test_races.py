@@ -328,6 +328,21 @@ async def test_a_bound_pod_whose_claims_are_spoiled_keeps_its_cards() -> None:
         assert cluster.filter(cluster.create("b", **SMALL))["NodeNames"] == []
 
 
+@pytest.mark.parametrize("amounts", ["0_0", "100_999999999", "1_1"])
+async def test_a_bound_pod_whose_claims_are_changed_keeps_its_cards(amounts: str) -> None:
+    """Less would give its card to others as well, and more would block it."""
+    cluster = StrictCluster(1)
+    pod = cluster.create("a", **SMALL)
+    cluster.filter(pod)
+    assert await cluster.bind(pod, "n0") == ""
+    taken = cluster.book.taken("n0")
+    text = f"default[0_{uuid(0, 0)}_{amounts}]"
+    for key in (KEYS.pre_allocated, KEYS.real_allocated):
+        cluster.strict.pod("a")["metadata"]["annotations"][key] = text
+        cluster.see("a")
+        assert cluster.book.taken("n0") == taken
+
+
 async def test_claims_of_containers_that_ask_for_nothing_count_for_nothing() -> None:
     """A tenant who names the Node itself would block all of its cards for ever, without one device
     from the kubelet.

@@ -65,10 +65,14 @@ class Bindings:
         """
         labels = _texts(state.labels)
         # A Binding cannot remove a label, and some API servers do not replace one with it.
-        if not self._takes_labels or any(key in pod.labels for key in state.labels):
+        if state.labels and (
+            not self._takes_labels or any(key in pod.labels for key in state.labels)
+        ):
             written = dict(state.labels)
             if self._takes_labels is None and len(labels) > 1:
-                del written[_probe(labels)]
+                probe = _probe(labels)
+                if probe not in pod.labels:  # its author has set it, and a Binding would not
+                    del written[probe]
             await self._patch(pod, {"labels": written})
             if not self._leads():  # since that request, which may have taken long
                 raise RequestRefusedError(
@@ -126,7 +130,9 @@ class Bindings:
             if found is None or labels.keys() <= found.labels.keys():
                 return
             try:
-                changed = {"labels": dict(labels), "resourceVersion": found.resource_version}
+                # the Node may have written the others meanwhile
+                lacking = {key: text for key, text in labels.items() if key not in found.labels}
+                changed = {"labels": lacking, "resourceVersion": found.resource_version}
                 await self._patch(pod, changed)
             except ClusterError as err:
                 if err.status != _CONFLICT:

@@ -182,8 +182,9 @@ class Extender:
 
     def see_pod(self, pod: Pod) -> None:
         """Take over a pod that is new or has changed. What is promised to it stays until it is
-        bound: the watch may be behind. A bound pod keeps what it held when its claims are removed
-        or spoiled, which any user may do who may edit it: its containers run on.
+        bound: the watch may be behind. A bound pod keeps what it held when its claims are changed,
+        spoiled or removed, which any user may do who may edit it: its containers run on. Only
+        claims of further containers count, which an agent writes one after the other.
         """
         self._known.see(pod)
         if not pod.node and not pod.ended:
@@ -202,9 +203,12 @@ class Extender:
         promise = self._promises.pop(pod.uid, None)
         if promise is not None and promise.state and pod.node == promise.holding.node:
             self._bindings.seen(pod, promise.state)
-        if holding is None and not pod.ended:
-            held = self._book.holding(pod.uid)
-            holding = held if held is not None and held.node == pod.node else None
+        held = self._book.holding(pod.uid)
+        if held is not None and held.node == pod.node and not pod.ended:
+            # what was only promised says nothing about a pod that another scheduler has bound
+            is_its_own = promise is None or promise.binding
+            if holding is None or (is_its_own and len(holding.cards) <= len(held.cards)):
+                holding = held
         if holding is None:
             self._book.release(pod.uid)
         else:

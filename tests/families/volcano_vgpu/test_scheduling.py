@@ -224,8 +224,20 @@ def test_only_bound_pods_hold_cards(volcano: VolcanoScheduling) -> None:
     text = {"volcano.sh/vgpu-ids-new": f"{U0}[group1-0],NVIDIA,-1,-1:;"}
     assert volcano.read_holding(pod(container(number=1), annotations=text)) is None
     assert volcano.read_holding(pod(container(number=1), node="n0")) is None
-    assert volcano.read_holding(pod(annotations=text, node="n0")) == Holding(
+    assert volcano.read_holding(pod(container(number=1), annotations=text, node="n0")) == Holding(
         "n0", (MAIN,), ((HeldCard(U0, 0, 0),),)
     )
+    spoiled = {"volcano.sh/vgpu-ids-new": "x:"}
     with pytest.raises(DevicesTextError):
-        volcano.read_holding(pod(annotations={"volcano.sh/vgpu-ids-new": "x:"}, node="n0"))
+        volcano.read_holding(pod(container(number=1), annotations=spoiled, node="n0"))
+
+
+def test_containers_that_ask_for_nothing_hold_nothing(volcano: VolcanoScheduling) -> None:
+    """A tenant could block all cards of the cluster by the annotation of a pod without any GPU."""
+    text = {"volcano.sh/vgpu-ids-new": f"{U0},NVIDIA,9,100:;{U1},NVIDIA,9,100:"}
+    assert volcano.read_holding(pod(container(), annotations=text, node="n0")) is None
+    held = volcano.read_holding(
+        pod(container(), container("b", number=1), annotations=text, node="n")
+    )
+    assert held is not None
+    assert held.cards == ((HeldCard(U0, 100, 9),),)

@@ -168,13 +168,17 @@ class VolcanoScheduling:
         return PodDemand(demand, tuple(each.name for each in asking))
 
     def read_holding(self, pod: Pod) -> Holding | None:
-        """See `SchedulingFamily`. Only what schedulers write once counts, and only of bound pods:
-        volcano-vgpu §8.
+        """See `SchedulingFamily`. Only what schedulers write once counts, and only of bound pods
+        (volcano-vgpu §8): as many segments as there are containers that ask, since any user can
+        write more, and the kubelet gives no other container a device.
         """
         text = pod.annotations.get(DECISION, "")
-        if not pod.node or pod.ended or not text:
+        asking = len(self._names.asking(pod))
+        if not pod.node or pod.ended or not text or not asking:
             return None
-        segments = [segment for segment in parse_pod_devices(text) if segment]
+        segments = [segment for segment in parse_pod_devices(text)[:asking] if segment]
+        if not segments:
+            return None
         return Holding(
             pod.node,
             (ContainerKind.MAIN,) * len(segments),
