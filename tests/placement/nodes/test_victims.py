@@ -29,6 +29,17 @@ def demand(*containers: PodContainer, **words: str) -> Demand:
     return found.demand
 
 
+def with_shares(wanted: Demand, shares: Sequence[tuple[int, bool]]) -> Demand:
+    """The same, whose containers ask for a percentage of a card's memory where they name no amount,
+    and for the card alone, in turn.
+    """
+    changed = tuple(
+        msgspec.structs.replace(each, memory_percent=percent, alone=alone)
+        for each, (percent, alone) in zip(wanted.containers, shares, strict=False)
+    )
+    return msgspec.structs.replace(wanted, containers=changed)
+
+
 def victim(
     uid: str,
     *held: int,
@@ -274,8 +285,11 @@ _pods = st.lists(
     ),
     max_size=7,
 )
+_shares = st.lists(
+    st.tuples(st.sampled_from([30, 50, 60, 100]), st.booleans()), min_size=2, max_size=2
+)
 _wanted = st.builds(
-    lambda containers, mode: demand(*containers, topology_mode=mode),
+    lambda containers, mode, shares: with_shares(demand(*containers, topology_mode=mode), shares),
     st.lists(
         st.builds(
             container,
@@ -287,6 +301,7 @@ _wanted = st.builds(
         max_size=2,
     ),
     st.sampled_from(["none", "numa-strict", "link-strict"]),
+    _shares,
 )
 
 
@@ -413,6 +428,21 @@ def test_a_card_without_free_compute_takes_nobody() -> None:
     hardware = cards(1).hardware
     assert not Room(wanted, hardware, [(1, 1, 100)], {}).fits()
     assert Room(wanted, hardware, [(1, 1, 99)], {}).fits()
+
+
+def test_a_percentage_of_memory_needs_no_whole_card() -> None:
+    """One that asks for 30 % of it takes the place of one pod, not of all on the card."""
+    wanted = with_shares(demand(container(cores=10)), [(30, False)])
+    others = [victim("low", 0, part=40, priority=1), victim("high", 0, part=60, priority=9)]
+    assert chosen(wanted, [], others, count=1) == ["low"]
+
+
+def test_one_that_wants_a_card_alone_fits_beside_nobody() -> None:
+    """Otherwise a pod went for nothing: here the one that was proposed, with one staying."""
+    wanted = with_shares(demand(container(cores=10, memory=1)), [(100, True)])
+    proposed, blocker = victim("a", 0, part=50), victim("fixed", 0, part=50)
+    assert chosen(wanted, [proposed], [], staying=[blocker], count=1) is None
+    assert chosen(wanted, [proposed], [victim("b", 0, part=50)], count=1) == ["a", "b"]
 
 
 def _holding(

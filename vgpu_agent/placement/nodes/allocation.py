@@ -187,12 +187,36 @@ def card_reasons(
     for container in demand.containers:
         reasons: collections.Counter[Reason] = collections.Counter()
         for number, card in enumerate(hardware.cards):
-            reason = skipped.get(number) or _why_not(container, hardware, card, taken[number])
+            reason = skipped.get(number) or why_not(container, hardware, card, taken[number])
             if reason:
                 reasons[reason] += 1
         if len(hardware.cards) - reasons.total() < container.number:
             return dict(reasons)
     return {}
+
+
+def why_not(
+    container: ContainerDemand, hardware: Hardware, card: Card, taken: Amounts
+) -> Reason | None:
+    """Return why the container cannot have a share of the card (vgpu-manager §5.5), None if it can.
+
+    Args:
+        container: what it asks for.
+        hardware: the Node's cards.
+        card: one of them.
+        taken: what others take of it.
+    """
+    slots, memory, cores = taken
+    free_cores = card.cores_percent - cores
+    if card.blocked is not None:
+        return card.blocked
+    if slots >= card.slots or (container.alone and slots):
+        return Reason.InsufficientVGPUSlot
+    if container.memory_mib(card.memory_mib, hardware.memory_factor) > card.memory_mib - memory:
+        return Reason.InsufficientVGPUMemory
+    if container.cores_percent > free_cores or free_cores <= 0:
+        return Reason.InsufficientVGPUCore
+    return None
 
 
 def _refused_by_node(
@@ -264,7 +288,7 @@ def _cards(
     for number, card in enumerate(hardware.cards):
         if among is not None and number not in among:
             continue
-        reason = _why_not(container, hardware, card, taken[number]) or unwanted.get(number)
+        reason = why_not(container, hardware, card, taken[number]) or unwanted.get(number)
         if reason:
             reasons[reason] += 1
             continue
@@ -303,23 +327,6 @@ def _cards(
         for number in sorted(card.number for card in chosen.cards)
     )
     return _ContainerCards(claims, chosen.instead)
-
-
-def _why_not(
-    container: ContainerDemand, hardware: Hardware, card: Card, taken: Amounts
-) -> Reason | None:
-    """Return why the container cannot have a share of the card (vgpu-manager §5.5)."""
-    slots, memory, cores = taken
-    free_cores = card.cores_percent - cores
-    if card.blocked is not None:
-        return card.blocked
-    if slots >= card.slots or (container.alone and slots):
-        return Reason.InsufficientVGPUSlot
-    if container.memory_mib(card.memory_mib, hardware.memory_factor) > card.memory_mib - memory:
-        return Reason.InsufficientVGPUMemory
-    if container.cores_percent > free_cores or free_cores <= 0:
-        return Reason.InsufficientVGPUCore
-    return None
 
 
 _NO_LINKS = Links({}, ())

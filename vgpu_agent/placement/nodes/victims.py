@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.placement.nodes.allocation import Placement, allocate
+from vgpu_agent.placement.nodes.allocation import Placement, allocate, why_not
 from vgpu_agent.placement.nodes.demand import PHYSICAL, VIRTUAL
 from vgpu_agent.placement.topology import LINK_STRICT, NUMA_STRICT
 from vgpu_agent.pods import Trait
@@ -159,17 +159,12 @@ class Room:
         """Tell whether any container fits on a card (vgpu-manager §5.5)."""
         if not self._usable[number]:
             return False
-        slots, memory, cores = self._taken[number]
-        card, factor = self._hardware.cards[number], self._hardware.memory_factor
-        free_memory, free_cores = card.memory_mib - memory, card.cores_percent - cores
-        if slots >= card.slots or free_cores <= 0:
-            return False
-        for container in self._demand.containers:
-            units = container.memory_units
-            wanted = card.memory_mib if units is None else units * factor
-            if wanted <= free_memory and container.cores_percent <= free_cores:
-                return True
-        return False
+        hardware, taken = self._hardware, self._taken[number]
+        card = hardware.cards[number]
+        return any(
+            why_not(container, hardware, card, taken) is None
+            for container in self._demand.containers
+        )
 
     def fits(self) -> bool:
         """Tell whether the pod fits now; the same as `allocate`, and faster."""
