@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import strategies as st
 
@@ -368,33 +369,36 @@ def test_rails_of_a_node(text: str, rails: tuple[str, ...]) -> None:
     number=st.integers(1, 3),
     cores=st.sampled_from([0, 20, 50, 100]),
     memory=st.sampled_from([0, MEMORY_MIB // 5, MEMORY_MIB // 2]),
+    percent=st.sampled_from([30, 100]),
+    alone=st.booleans(),
 )  # fmt: skip
 def test_room_is_counted_exactly_for_one_container(
-    taken: list[Amounts], number: int, cores: int, memory: int
+    taken: list[Amounts], number: int, cores: int, memory: int, percent: int, alone: bool
 ) -> None:
     """Against all ways to place one pod after the other."""
     wanted = demand(container(number=number, cores=cores, memory=memory))
     hardware = cards(3).hardware
-    each = wanted.containers[0]
-    need = hardware.cards[0].memory_mib if each.memory_units is None else each.memory_units
+    each = msgspec.structs.replace(wanted.containers[0], memory_percent=percent, alone=alone)
+    wanted = msgspec.structs.replace(wanted, containers=(each,))
+    need = MEMORY_MIB * percent // 100 if each.memory_units is None else each.memory_units
 
     def most(left: tuple[Amounts, ...]) -> int:
         """The most pods that fit."""
         free = [
             card
-            for card, (slots, used, percent) in enumerate(left)
-            if slots < 10
+            for card, (slots, used, cores_used) in enumerate(left)
+            if slots < (1 if alone else 10)
             and used + need <= MEMORY_MIB
-            and percent + each.cores_percent <= 100
-            and percent < 100
+            and cores_used + each.cores_percent <= 100
+            and cores_used < 100
         ]
         best = 0
         # one after the other on the cards with the most room is optimal
         for chosen in itertools.combinations(free, number):
             after = list(left)
             for card in chosen:
-                slots, used, percent = after[card]
-                after[card] = (slots + 1, used + need, percent + each.cores_percent)
+                slots, used, cores_used = after[card]
+                after[card] = (slots + 1, used + need, cores_used + each.cores_percent)
             best = max(best, 1 + most_of(tuple(after)))
         return best
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from vgpu_agent.placement.linked import components
-from vgpu_agent.placement.nodes.allocation import Placement, allocate
+from vgpu_agent.placement.nodes.allocation import Placement, allocate, why_not
 from vgpu_agent.placement.nodes.book import Choice, holding_of, unwanted
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.topology import LINK_STRICT, NONE, NVLINK
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.placement.nodes.allocation import Amounts
     from vgpu_agent.placement.nodes.book import Book, CardsInUse, Holding
-    from vgpu_agent.placement.nodes.cards import Hardware
-    from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.placement.nodes.cards import Card, Hardware
+    from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand
 
 T = TypeVar("T")
 
@@ -323,10 +323,7 @@ def room_for(demand: Demand, hardware: Hardware, taken: Sequence[Amounts], cards
         (
             _fitting(
                 each.number,
-                [
-                    _copies(hardware, taken, card, each.cores_percent, each.memory_units)
-                    for card in cards
-                ],
+                [_copies(each, hardware, hardware.cards[card], taken[card]) for card in cards],
             )
             for each in demand.containers
         ),
@@ -334,25 +331,19 @@ def room_for(demand: Demand, hardware: Hardware, taken: Sequence[Amounts], cards
     )
 
 
-def _copies(
-    hardware: Hardware,
-    taken: Sequence[Amounts],
-    number: int,
-    cores_percent: int,
-    memory_units: int | None,
-) -> int:
-    """Return how many containers fit on one card."""
-    card = hardware.cards[number]
-    slots, memory, cores = taken[number]
-    if card.blocked is not None or cores >= card.cores_percent:
+def _copies(container: ContainerDemand, hardware: Hardware, card: Card, taken: Amounts) -> int:
+    """Return how many such containers fit on one card."""
+    if why_not(container, hardware, card, taken) is not None:
         return 0
-    wanted = card.memory_mib if memory_units is None else memory_units * hardware.memory_factor
+    if container.alone:
+        return 1
+    slots, memory, cores = taken
     copies = [card.slots - slots]
-    if wanted:
+    if wanted := container.memory_mib(card.memory_mib, hardware.memory_factor):
         copies.append((card.memory_mib - memory) // wanted)
-    if cores_percent:
-        copies.append((card.cores_percent - cores) // cores_percent)
-    return max(min(copies), 0)
+    if container.cores_percent:
+        copies.append((card.cores_percent - cores) // container.cores_percent)
+    return min(copies)
 
 
 def _fitting(number: int, copies: Sequence[int]) -> int:
