@@ -120,6 +120,16 @@ async def test_a_gang_of_eight_gets_the_node_that_has_room_for_it(is_shown: bool
         assert {node for node, _ in places} == {places[0][0]}
 
 
+async def test_a_member_without_nvlinks_is_counted_as_such() -> None:
+    """Its own two cards are not joined, though its mode asks for that."""
+    cluster = Cluster(QUADS)
+    cluster.runs(a_pod("x", 0, 1, 2, 3, 5, 6, 7))
+    cluster.runs(a_member("a", 1))
+    assert cluster.place(a_member("a", 0, number=2)) == ("n0", [0, 4])
+    text = cluster.metrics.text("")[0].decode()
+    assert 'topology_placement_total{mode="link",result="fallback"} 1.0' in text
+
+
 async def test_two_gangs_of_four_get_a_quad_each() -> None:
     """Filtered in turns, as kube-scheduler does."""
     cluster = Cluster(QUADS, QUADS)

@@ -116,6 +116,18 @@ def test_the_component_of_a_fellow_on_the_node() -> None:
     assert placed(book, demand(), ["n0", "n1"], ["unknown"]) == ("n0", [0], ANYWHERE)
 
 
+def test_what_the_cards_have_instead_of_nvlinks_is_told() -> None:
+    """As for a pod without fellows."""
+    book = book_of(1)
+    for uid, card in (("fellow", 0), ("x", 2)):
+        hold(book, uid, 0, card)
+    pair = demand(container(number=2))
+    choice, _ = choose_aligned(book, pair, ["n0"], ["fellow"], 0)
+    assert choice.instead == book.choose(pair, ["n0"]).instead != ""
+    choice, _ = choose_aligned(book_of(1), pair, ["n0"], ["waits"], 1)
+    assert (choice.node, choice.instead) == ("n0", "")
+
+
 def test_the_component_with_the_most_fellows_comes_first() -> None:
     """Of equally many the one with the lower numbers."""
     book = book_of(1)

@@ -166,7 +166,7 @@ def choose_aligned(
     ranks, refused = book.ranks(demand, names)
     reasons = dict(refused)
     search = _Search(demand, anchor, waiting)
-    best: tuple[_Key, str, Holding] | None = None
+    best: tuple[_Key, str, Holding, str] | None = None
     beside = [name for name in ranks if name in anchor.fellows]
     elsewhere = [name for name in ranks if name not in anchor.fellows]
     for group in (beside, elsewhere):
@@ -190,10 +190,12 @@ def choose_aligned(
             quality, placed = found
             key = quality.key(anchor.fellows.get(name, 0), ranks[name])
             if best is None or key > best[0]:
-                best = key, name, holding_of(name, views[name].uuids, demand, placed)
+                holding = holding_of(name, views[name].uuids, demand, placed)
+                best = key, name, holding, placed.instead
     if best is None:
         return Choice("", None, reasons), ANYWHERE
-    return Choice(best[1], best[2], reasons), best[0].nearness
+    key, name, holding, instead = best
+    return Choice(name, holding, reasons, instead), key.nearness
 
 
 def components_of(hardware: Hardware) -> tuple[Component, ...]:
