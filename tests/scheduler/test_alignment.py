@@ -20,6 +20,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import Node
 from vgpu_agent.placement.nodes.book import Book
 from vgpu_agent.placement.nodes.budgets import Budgets
+from vgpu_agent.scheduler.dry_run import FilterDryRun
 from vgpu_agent.scheduler.extender import Extender
 from vgpu_agent.scheduler.known_pods import KnownPods
 from vgpu_agent.scheduler.metrics import Metrics
@@ -86,6 +87,24 @@ class Cluster:
         assert holding is not None
         numbers = self.book.numbers(holding.node)
         return holding.node, [numbers[card.uuid] for card in holding.cards[0]]
+
+    def refusals(self, pod: Mapping[str, Any], *names: str) -> dict[str, str]:
+        """Filter a pod on some of the Nodes, and return why it fits on none of them."""
+        body = json.dumps({"Pod": pod, "NodeNames": names}).encode()
+        found: dict[str, str] = json.loads(self.extender.filter(body))["FailedNodes"]
+        return found
+
+    def dry_run(self, pod: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+        """The Nodes on which a pod fits, and why not on the others."""
+        verb = FilterDryRun(
+            book=self.book,
+            family=VgpuManagerScheduling(KEYS),
+            read_pod=self.read_pod,
+            read_node=decode.node,
+            alignment=self.extender.alignment,
+        )
+        answer = json.loads(verb.answer(json.dumps({"Pod": pod, "NodeNames": self.names}).encode()))
+        return answer["NodeNames"], answer["FailedNodes"]
 
 
 def a_member(
@@ -159,6 +178,56 @@ async def test_a_gang_larger_than_a_node_keeps_its_domain() -> None:
     assert [node for node, _ in places] == ["n0", "n0", "n1", "n1", "n2", "n2"]
     assert cluster.place(a_member("wide", 7, "link-strict")) == ("", [])
     assert [cluster.counted(each) for each in ("same_node", "same_domain")] == [3, 2]
+
+
+async def test_a_strict_member_is_told_why_it_does_not_fit_on_a_sample() -> None:
+    """Its fellow's component is full. On all other cards there is room, but not for it: no Node has
+    any, whatever kube-scheduler names, so it is not asked to try again.
+    """
+    cluster = Cluster(QUADS, QUADS, QUADS)
+    fellow, strict = a_member("a", 0), a_member("a", 1, "link-strict", number=2)
+    cluster.runs(fellow)
+    assert cluster.place(fellow) == ("n0", [0])
+    cluster.runs(a_pod("x", 0, 1, 2, 3))
+    cluster.runs(a_pod("y", 1, 0, 1, 2))
+    cluster.runs(a_pod("z", 2, *range(8)))
+    everywhere = "Insufficient vGPU cores or Link topology unsatisfied"
+    assert cluster.refusals(strict, "n1", "n2") == dict.fromkeys(("n1", "n2"), everywhere)
+
+
+async def test_a_strict_member_may_fit_on_a_node_that_was_not_named() -> None:
+    """Then the text changes on purpose, as for other pods."""
+    cluster = Cluster(QUADS, QUADS, QUADS)
+    fellow = a_member("a", 0)
+    cluster.runs(fellow)
+    cluster.names = ["n0"]
+    assert cluster.place(fellow) == ("n0", [0])
+    cluster.runs(a_pod("x", 0, 1, 2, 3))
+    cluster.runs(a_pod("y", 1, 0, 1, 2, 3))
+    strict = a_member("a", 1, "link-strict")
+    text = "Link topology unsatisfied, and other nodes may have room (try {})"
+    assert cluster.refusals(strict, "n0") == {"n0": text.format(1)}
+    assert cluster.refusals(strict, "n1") == {"n1": text.format(2)}
+    assert cluster.refusals(strict, "n2") == {}
+
+
+async def test_a_dry_run_asks_the_fellows_too() -> None:
+    """What a member was promised does not stand in its own way."""
+    cluster = Cluster(QUADS, QUADS)
+    fellow, strict = a_member("a", 0), a_member("a", 1, "link-strict")
+    cluster.runs(fellow)
+    assert cluster.place(fellow) == ("n0", [0])
+    cluster.runs(a_pod("x", 0, 1, 2))
+    assert cluster.place(strict) == ("n0", [3])
+    cluster.runs(a_pod("y", 1, 0, 1, 2, 3))
+    far = {"n1": "Link topology unsatisfied"}
+    assert cluster.dry_run(strict) == (["n0"], far)
+    assert cluster.dry_run(a_member("a", 2, "link-strict")) == (
+        [],
+        {"n0": "Link topology unsatisfied", **far},
+    )
+    assert cluster.dry_run(a_member("a", 2)) == (["n0", "n1"], {})
+    assert cluster.dry_run(a_member("b", 2, "link-strict")) == (["n0", "n1"], {})
 
 
 async def test_groups_of_other_namespaces_are_strangers() -> None:

@@ -21,6 +21,7 @@ def ask(cluster: Cluster, pod: Any, *names: str, **more: Any) -> dict[str, Any]:
         family=VgpuManagerScheduling(KEYS),
         read_pod=decode.pod,
         read_node=decode.node,
+        alignment=cluster.extender.alignment,
     )
     arguments = {"Pod": pod, "NodeNames": list(names) or list(cluster.nodes), **more}
     found: dict[str, Any] = json.loads(verb.answer(json.dumps(arguments).encode()))
@@ -118,11 +119,13 @@ async def test_a_pod_that_asks_for_no_card_goes_anywhere() -> None:
 )
 async def test_bad_arguments_get_one_sentence(body: bytes, error: str) -> None:
     """The answer is well-formed whatever the question was."""
+    cluster = Cluster()
     verb = FilterDryRun(
-        book=Cluster().book,
+        book=cluster.book,
         family=VgpuManagerScheduling(KEYS),
         read_pod=decode.pod,
         read_node=decode.node,
+        alignment=cluster.extender.alignment,
     )
     answer = json.loads(verb.answer(body))
     assert error in answer["Error"]

@@ -118,6 +118,25 @@ async def test_a_pod_that_fits_and_that_nobody_has_asked_about() -> None:
     )
 
 
+async def test_a_pod_that_must_be_near_its_group_is_told_so() -> None:
+    """Where it fits, because that is counted as for a pod without fellows."""
+    sentence = (
+        "Once another pod of its group has cards, it goes only to cards near those "
+        "(nvidia.com/device-topology-mode: link-strict, with cross-pod topology); that is not "
+        "counted here."
+    )
+    pod = a_pod(**SMALL)
+    linked = node_texts([entry(card) for card in range(2)], {(0, 1): [10]})
+    cluster = Cluster(0)
+    node(cluster, "n0", linked)
+    strict = annotated(pod, topology_mode="link-strict", cross_pod="true")
+    assert sentence in explained(cluster, strict).answer
+    assert sentence not in explained(cluster, annotated(pod, topology_mode="link-strict")).answer
+    lenient = annotated(pod, topology_mode="link", cross_pod="true")
+    assert sentence not in explained(cluster, lenient).answer
+    assert sentence not in explained(Cluster(0), strict).answer
+
+
 async def test_a_pod_without_room_is_given_figures_holders_and_changes() -> None:
     """What an operator does next: wait for a pod that is named, or make the request smaller."""
     cluster = Cluster()

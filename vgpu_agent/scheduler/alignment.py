@@ -15,12 +15,14 @@ from vgpu_agent.placement.nodes.alignment import (
     Anchor,
     anchor_of,
     choose_aligned,
+    survey_aligned,
+    too_far,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vgpu_agent.placement.nodes.book import Book, Choice
+    from vgpu_agent.placement.nodes.book import Book, Choice, Survey
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.pods import Pod
     from vgpu_agent.scheduler.known_pods import KnownPods
@@ -55,6 +57,16 @@ class Alignment:
         if waiting < len(fellows) and choice.node:
             self._metrics.count_aligned(_RESULTS[nearness])
         return choice
+
+    def survey(self, pod: Pod, demand: Demand) -> Survey:
+        """Ask all Nodes with cards, whichever a scheduler has named; see `Book.survey`."""
+        return survey_aligned(self._book, demand, self._fellows(pod, demand))
+
+    def too_far(self, pod: Pod, demand: Demand, names: Iterable[str]) -> set[str]:
+        """Return those of the named Nodes, on which a pod fits by the book and holds nothing, that
+        it must not go to, because it would be away from its fellows there.
+        """
+        return too_far(self._book, demand, names, self._fellows(pod, demand))
 
     def anchor(self, pod: Pod, demand: Demand) -> Anchor:
         """Return where the fellows of a pod are; an empty anchor where that does not matter."""

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import AgentError, RequestRefusedError
+from vgpu_agent.placement.nodes.allocation import Refusal
 from vgpu_agent.placement.nodes.book import refusal_on
+from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.scheduler.extender import cards_of
 from vgpu_agent.scheduler.messages import FilterResult, filter_arguments
 
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 
     from vgpu_agent.families.scheduling import SchedulingFamily
     from vgpu_agent.nodes import Node
-    from vgpu_agent.placement.nodes.allocation import Refusal
     from vgpu_agent.placement.nodes.book import Book
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.pods import Pod
+    from vgpu_agent.scheduler.alignment import Alignment
     from vgpu_agent.scheduler.messages import FilterArguments
 
 
@@ -38,6 +40,7 @@ class FilterDryRun:
         family: SchedulingFamily,
         read_pod: Callable[[msgspec.Raw | bytes], Pod],
         read_node: Callable[[msgspec.Raw | bytes], Node],
+        alignment: Alignment,
     ) -> None:
         """Build it.
 
@@ -46,7 +49,9 @@ class FilterDryRun:
             family: reads Nodes and pods.
             read_pod: decodes a pod; it raises `ClusterError`.
             read_node: decodes a Node; it raises `ClusterError`.
+            alignment: finds the fellows of a pod.
         """
+        self._alignment = alignment
         self._book, self._family = book, family
         self._read_pod, self._read_node = read_pod, read_node
 
@@ -72,7 +77,7 @@ class FilterDryRun:
         candidates = arguments.candidates()
         if not candidates:
             raise RequestRefusedError("No schedulable nodes")
-        refusals = self._refusals(wanted.demand, candidates, pod.uid)
+        refusals = self._refusals(pod, wanted.demand, candidates)
         failed = {name: _text(refusal) for name, refusal in refusals.items() if refusal}
         fitting = [name for name in candidates if name not in failed]
         if arguments.node_names is not None:
@@ -81,9 +86,13 @@ class FilterDryRun:
         return FilterResult({"items": [each for each in objects if each is not None]}, None, failed)
 
     def _refusals(
-        self, demand: Demand, candidates: Mapping[str, msgspec.Raw | None], uid: str
+        self, pod: Pod, demand: Demand, candidates: Mapping[str, msgspec.Raw | None]
     ) -> Mapping[str, Refusal | None]:
-        found = dict(self._book.refusals(demand, candidates, without=uid))
+        found = dict(self._book.refusals(demand, candidates, without=pod.uid))
+        own = self._book.node_of(pod.uid)  # it is near enough where it has cards
+        fitting = [name for name, refusal in found.items() if refusal is None and name != own]
+        for name in self._alignment.too_far(pod, demand, fitting):
+            found[name] = Refusal(Reason.LinkTopologyUnsatisfied)
         for name, raw in candidates.items():
             if raw is not None and not self._book.knows(name):
                 described = cards_of(self._family, self._read_node(raw))

@@ -15,7 +15,7 @@ import msgspec
 
 from vgpu_agent.errors import AgentError, RequestRefusedError, quoted, shortened
 from vgpu_agent.placement.nodes import survey
-from vgpu_agent.placement.topology import NONE
+from vgpu_agent.placement.topology import LINK_STRICT, NONE
 from vgpu_agent.pods import ContainerKind
 from vgpu_agent.scheduler import shortage
 
@@ -227,6 +227,7 @@ def _about(
         *facts.doubts,
         *_where(facts, wanted),
         *_room(facts, situation, fitting, if_empty, copies),
+        *(_near(demand, words) if situation is Situation.FITS else ()),
         *(() if facts.pod.node else _scheduling(facts)),
     )
     rows = yield from _rows(demand, groups, every_node=every_node)
@@ -384,6 +385,16 @@ def _room(
         yield (
             "It would fit on none of them even without other pods, so waiting does not help: "
             "change the pod, mend Nodes, or add Nodes."
+        )
+
+
+def _near(demand: Demand, words: Words) -> Iterator[str]:
+    """Say what is not counted of a pod that must be near the others of its group."""
+    if demand.aligned and demand.topology_mode == LINK_STRICT:
+        yield (
+            "Once another pod of its group has cards, it goes only to cards near those "
+            f"({words.topology_mode}: {LINK_STRICT}, with cross-pod topology); that is not counted "
+            "here."
         )
 
 

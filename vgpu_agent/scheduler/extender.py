@@ -343,14 +343,14 @@ class Extender:
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {held.node} already")
         choice = self._kept(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
         self.records.asked(pod, len(candidates), choice.node)
-        failed = self._failed(pod.uid, wanted, candidates, choice)
+        failed = self._failed(pod, wanted, candidates, choice)
         if arguments.node_names is not None:
             return FilterResult(None, [choice.node] if choice.node else [], failed)
         chosen = candidates.get(choice.node) if choice.node else None
         return FilterResult({"items": [] if chosen is None else [chosen]}, None, failed)
 
     def _failed(
-        self, uid: str, wanted: PodDemand, candidates: Mapping[str, object], choice: Choice
+        self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object], choice: Choice
     ) -> dict[str, str]:
         """Return why the pod goes to none of the candidates; nothing where it goes to one.
         vgpu-manager names a reason for each of the others then (vgpu-manager §5.2). kube-scheduler
@@ -360,7 +360,7 @@ class Extender:
             return {}
         # Where all Nodes are named, the reasons of each do not vary with a sample.
         if len(candidates) < len(self._book):
-            return dict.fromkeys(candidates, self._refusal(uid, wanted, len(candidates)))
+            return dict.fromkeys(candidates, self._refusal(pod, wanted, len(candidates)))
         return {name: _TEXTS[reason] for name, reason in choice.reasons.items()}
 
     def _kept(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice | None:
@@ -403,7 +403,7 @@ class Extender:
                 self._events.fits_nowhere(pod, choice.reasons)
         return choice
 
-    def _refusal(self, uid: str, wanted: PodDemand, candidates: int) -> str:
+    def _refusal(self, pod: Pod, wanted: PodDemand, candidates: int) -> str:
         """Return why a pod fits on none of the candidates: the same text for each of them.
 
         kube-scheduler names some Nodes, others each time, and writes how many have which reason
@@ -411,7 +411,7 @@ class Extender:
         Nodes. Only where one that was not named may have room, the text changes on purpose, until
         all Nodes should have been named.
         """
-        survey = self._book.survey(wanted.demand)
+        survey, uid = self.alignment.survey(pod, wanted.demand), pod.uid
         text = " or ".join(_TEXTS[each] for each in survey.reasons) or _TEXTS[Reason.NodeCacheMiss]
         if not survey.may_fit:
             self._refused.pop(uid, None)

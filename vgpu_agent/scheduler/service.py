@@ -203,7 +203,11 @@ class Service:
         )
         extender = self._extender
         self._dry_run = FilterDryRun(
-            book=book, family=family, read_pod=read_pod, read_node=decode.node
+            book=book,
+            family=family,
+            read_pod=read_pod,
+            read_node=decode.node,
+            alignment=extender.alignment,
         )
         self._preemption = Preemption(
             book=book,

@@ -31,10 +31,11 @@ from vgpu_agent.placement.nodes.alignment import (
     choose_aligned,
     components_of,
     room_for,
+    survey_aligned,
     windows,
 )
 from vgpu_agent.placement.nodes.allocation import Amounts
-from vgpu_agent.placement.nodes.book import Book, HeldCard, Holding
+from vgpu_agent.placement.nodes.book import Book, HeldCard, Holding, Survey
 from vgpu_agent.placement.nodes.cards import NodeCards
 from vgpu_agent.placement.nodes.demand import Demand
 from vgpu_agent.placement.nodes.reasons import Reason
@@ -210,6 +211,33 @@ def test_strict_pods_stay_beside_their_fellows_or_wait() -> None:
     single = book_of(2, links={(0, 1): [10]})
     hold(single, "fellow", 0, 3)
     assert placed(single, strict, ["n0", "n1"], ["fellow"]) == ("n0", [0], ANYWHERE)
+
+
+def test_a_survey_for_a_strict_pod_asks_where_its_fellows_are() -> None:
+    """It fits near to them, or away from them, or nowhere; of many Nodes that would take too long
+    to tell.
+    """
+    strict, far = demand(mode="link-strict"), (Reason.LinkTopologyUnsatisfied,)
+    book = book_of(2)
+    hold(book, "fellow", 0, 0)
+    assert survey_aligned(book, strict, ["fellow"]) == Survey(True, ())
+    hold(book, "x", 0, 1)
+    assert survey_aligned(book, strict, ["fellow"]) == Survey(True, far)
+    hold(book, "y", 1, 0, 1)
+    assert survey_aligned(book, strict, ["fellow"]) == Survey(False, far)
+    for anywhere, fellows in ((demand(), ["fellow"]), (strict, ["unknown"]), (strict, [])):
+        assert survey_aligned(book, anywhere, fellows) == Survey(True, ())
+    hold(book, "z", 1, 2, 3)
+    expected = Survey(False, (Reason.InsufficientVGPUCore, *far))
+    assert survey_aligned(book, strict, ["fellow"]) == expected
+    many = book_of(130)
+    hold(many, "fellow", 0, 0, 1)
+    for node in range(1, 130):
+        hold(many, f"x{node}", node, 0, 1)
+        hold(many, f"y{node}", node, 2, part=1 + node % 90)
+        hold(many, f"z{node}", node, 3, part=1 + node // 90)
+    one = demand(container(cores=1, memory=1), mode="link-strict")
+    assert survey_aligned(many, one, ["fellow"]) == Survey(True, far)
 
 
 def test_reasons_of_other_nodes_are_those_of_any_pod() -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from vgpu_agent.placement.linked import components
 from vgpu_agent.placement.nodes.allocation import Placement, allocate, why_not
-from vgpu_agent.placement.nodes.book import Choice, holding_of, unwanted
+from vgpu_agent.placement.nodes.book import Choice, Survey, holding_of, unwanted
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.topology import LINK_STRICT, NONE, NVLINK
 
@@ -44,6 +44,11 @@ Domain = frozenset[str] | int
 
 # How near a pod is to its fellows, the best last.
 ANYWHERE, ELSEWHERE, TOGETHER = range(3)
+
+
+# A survey places the pod on so many Nodes that do not look the same: each takes a tenth of a
+# millisecond, and other filters wait.
+_MAX_SEARCHED = 128
 
 
 class Anchor(msgspec.Struct, frozen=True):
@@ -198,6 +203,47 @@ def choose_aligned(
     return Choice(name, holding, reasons, instead), key.nearness
 
 
+def too_far(book: Book, demand: Demand, names: Iterable[str], fellows: Collection[str]) -> set[str]:
+    """Return those of the named Nodes, on which a pod fits by `Book`, that it must not go to,
+    because it would be away from its fellows there. Arguments as in `choose_aligned`.
+    """
+    if (search := _strict_search(book, demand, fellows)) is None:
+        return set()
+    views = ((name, book.cards_in_use(name)) for name in names)
+    return {name for name, view in views if view and search.place(name, view) is None}
+
+
+def survey_aligned(book: Book, demand: Demand, fellows: Collection[str]) -> Survey:
+    """Ask all Nodes with cards as `Book.survey` does, and whether they are near to the fellows."""
+    found = book.survey(demand)
+    if not found.may_fit or demand.names_cards:  # of one that names cards nothing is known
+        return found
+    if (search := _strict_search(book, demand, fellows)) is None:
+        return found
+    fitting, _ = book.ranks(demand, book.names())
+    is_near = is_far = False
+    for name in fitting:
+        if is_near and is_far:
+            break
+        if search.states == _MAX_SEARCHED:
+            is_near = is_far = True  # it would take too long to tell
+        elif (view := book.cards_in_use(name)) is not None:
+            placed = search.place(name, view)
+            is_near, is_far = is_near or placed is not None, is_far or placed is None
+    if not is_far:
+        return found
+    reasons = {*found.reasons, Reason.LinkTopologyUnsatisfied}
+    return Survey(is_near, tuple(each for each in Reason if each in reasons))
+
+
+def _strict_search(book: Book, demand: Demand, fellows: Collection[str]) -> _Search | None:
+    """Return the search for a pod that must be near its fellows; None where it need not be."""
+    if demand.topology_mode != LINK_STRICT or not fellows:
+        return None
+    anchor = anchor_of(book, fellows)
+    return _Search(demand, anchor, 0) if anchor.fellows else None
+
+
 def components_of(hardware: Hardware) -> tuple[Component, ...]:
     """Return the components of a Node, also of cards in use."""
     if not hardware.links:
@@ -243,6 +289,11 @@ class _Search:
         self._components = Components()
         self._windows: dict[Hashable, list[_Window]] = {}
         self._places: dict[Hashable, tuple[_Quality, Placement] | None] = {}
+
+    @property
+    def states(self) -> int:
+        """How many Nodes have been searched that do not look the same."""
+        return len(self._places)
 
     def best_case(self, name: str, view: CardsInUse) -> _Quality:
         """Return how good a place on a Node may be; none is better."""

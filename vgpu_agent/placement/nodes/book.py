@@ -427,6 +427,10 @@ class Book:
             found = {node.unfit for node in self._nodes.values()}
         return Survey(None in found, tuple(each for each in Reason if each in found))
 
+    def names(self) -> list[str]:
+        """Return the names of all Nodes."""
+        return list(self._nodes)
+
     def __len__(self) -> int:
         """How many Nodes there are."""
         return len(self._nodes)
