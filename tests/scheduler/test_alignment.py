@@ -149,6 +149,19 @@ async def test_a_member_without_nvlinks_is_counted_as_such() -> None:
     assert 'topology_placement_total{mode="link",result="fallback"} 1.0' in text
 
 
+async def test_fellows_that_ask_for_no_card_are_not_followed() -> None:
+    """Such as the launcher of a training. The pod is the first of its group to get cards."""
+    cluster = Cluster(QUADS)
+    launcher = a_member("a", 0)
+    launcher["spec"]["containers"][0]["resources"]["limits"] = {"cpu": "1"}
+    cluster.runs(launcher)
+    assert cluster.place(a_member("a", 1)) == ("n0", [0])
+    results = ("not_aligned", "same_domain", "same_node")
+    assert [cluster.counted(each) for each in results] == [0, 0, 0]
+    assert cluster.place(a_member("a", 2)) == ("n0", [1])
+    assert [cluster.counted(each) for each in results] == [0, 0, 1]
+
+
 async def test_two_gangs_of_four_get_a_quad_each() -> None:
     """Filtered in turns, as kube-scheduler does."""
     cluster = Cluster(QUADS, QUADS)

@@ -54,7 +54,8 @@ class Alignment:
             return self._book.choose(demand, names)
         waiting = sum(self._is_waiting(uid) for uid in fellows)
         choice, nearness = choose_aligned(self._book, demand, list(names), fellows, waiting)
-        if waiting < len(fellows) and choice.node:
+        # Fellows that do not wait may have no cards either: those that ask for none.
+        if choice.node and any(self._book.holding(uid) is not None for uid in fellows):
             self._metrics.count_aligned(_RESULTS[nearness])
         return choice
 
