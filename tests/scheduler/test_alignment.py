@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.families.vgpu_manager.scheduling.nodes import KEYS, entry, node_texts, uuid
+from tests.families.vgpu_manager.scheduling.nodes import KEYS, MEMORY_MIB, entry, node_texts, uuid
 from tests.scheduler.test_extender import GRACE_SECONDS, Server
 from tests.scheduler.test_preemption import a_pod
 from vgpu_agent.cluster import decode
@@ -59,6 +59,7 @@ class Cluster:
             budgets=Budgets(),
             counted=self.extender.resources,
             journal=Journal(),
+            metrics=self.metrics,
         )
         self.names = [f"n{node}" for node in range(len(links))]
         for node, of_node in enumerate(links):
@@ -301,6 +302,28 @@ async def test_victims_are_taken_beside_the_fellows(mode: str, victims: list[str
     answer = json.loads(await cluster.verb.answer(json.dumps(body).encode()))
     found = answer["NodeNameToMetaVictims"]["n0"]["Pods"]
     assert [each["UID"] for each in found] == victims
+
+
+async def test_a_protected_pod_is_counted_once_in_a_call() -> None:
+    """Though two components have fellows, and victims are looked for in each."""
+    cluster = Cluster(QUADS)
+    for place, card in ((0, 0), (1, 4)):
+        fellow = a_member("a", place, priority=100)
+        fellow["metadata"]["annotations"][KEYS.pre_allocated] = (
+            f"default[{card}_{uuid(0, card)}_100_{MEMORY_MIB}]"
+        )
+        fellow["spec"]["nodeName"] = "n0"
+        cluster.runs(fellow)
+    cluster.runs(a_pod("equal", 0, 1, 2, 3, 5, 6, 7, priority=100))
+    body = {
+        "Pod": a_member("a", 2, "link-strict", priority=100),
+        "NodeNameToMetaVictims": {"n0": {"Pods": [{"UID": "uid-equal"}]}},
+    }
+    for calls in (1, 2):
+        answer = json.loads(await cluster.verb.answer(json.dumps(body).encode()))
+        assert answer["NodeNameToMetaVictims"] == {}
+        name = 'vgpu_scheduler_preempt_protected_total{reason="not_lower_priority"} '
+        assert f"{name}{calls}.0" in cluster.metrics.text("")[0].decode()
 
 
 async def test_a_strict_pod_has_no_victims_away_from_its_fellows() -> None:

@@ -50,13 +50,24 @@ _NOT_BOUND, _SAME_GANG, _NOT_LOWER = "not_bound", "same_gang", "not_lower_priori
 
 
 class _Preemptor(msgspec.Struct, frozen=True):
-    """The pod that needs room."""
+    """The pod that needs room.
+
+    Attributes:
+        uid: of the pod.
+        facts: what a scheduler has to know of it.
+        demand: what it asks for.
+        verdicts: where it fits, as far as it was found out.
+        anchor: where its fellows are.
+        spared: UIDs of the protected pods that were counted for it: one is looked at once for each
+            part of its Node where the pod may go.
+    """
 
     uid: str
     facts: SchedulingFacts
     demand: Demand
     verdicts: Verdicts
     anchor: Anchor
+    spared: set[str]
 
 
 class Preemption:
@@ -122,7 +133,7 @@ class Preemption:
         if not pod.scheduling.may_preempt:
             return {}
         anchor = self._alignment.anchor(pod, wanted.demand)
-        preemptor = _Preemptor(pod.uid, pod.scheduling, wanted.demand, Verdicts(), anchor)
+        preemptor = _Preemptor(pod.uid, pod.scheduling, wanted.demand, Verdicts(), anchor, set())
         found: dict[str, MetaVictims] = {}
         for number, (name, proposal) in enumerate(proposals.items(), start=1):
             victims = self._on_node(name, proposal, preemptor)
@@ -221,7 +232,8 @@ class Preemption:
         near: Collection[int],
     ) -> Victim:
         protected = self._protection(uid, facts, view, preemptor)
-        if protected:
+        if protected and uid not in preemptor.spared:
+            preemptor.spared.add(uid)
             self._metrics.count_protected(protected)
         footprint = view.footprints.get(uid, {})
         return Victim(uid, facts, footprint, protected, not footprint.keys().isdisjoint(near))
