@@ -171,16 +171,51 @@ async def test_cards_of_a_pod_that_the_watch_never_shows_are_given_back(bound: b
 
 
 @pytest.mark.looptime
-async def test_a_bound_pod_that_the_watch_does_not_show_is_read_in_time() -> None:
-    """Its cards are its own then, by its annotations."""
+@pytest.mark.parametrize("asked_by", ["clear-up", "second bind"])
+async def test_a_bound_pod_that_the_watch_never_shows_keeps_its_cards_until_it_is_gone(
+    asked_by: str,
+) -> None:
+    """The API server says that it is bound. The watch, which has not shown it, will not show its
+    end either if history is lost meanwhile, so the question is repeated.
+    """
     cluster = StrictCluster(1)
     pod = cluster.create("a", **WHOLE)
     cluster.filter(pod)
+    if asked_by == "second bind":
+        cluster.strict.silent.add("POST")
+        await cluster.bind(pod, "n0")
+        cluster.strict.silent.clear()
     assert await cluster.bind(pod, "n0") == ""
+    for _ in range(2):
+        await asyncio.sleep(GRACE_SECONDS + 1)
+        cluster.extender.take_back()
+        await cluster.extender.clear_up()
+        assert cluster.book.taken("n0") == ((1, 24576, 100), (1, 24576, 100))
+        assert cluster.filter(cluster.create("b", **WHOLE))["NodeNames"] == []
+    cluster.strict.remove("a")
     await asyncio.sleep(GRACE_SECONDS + 1)
     await cluster.extender.clear_up()
-    assert "is bound to n0 already" in cluster.filter(pod)["Error"]
-    assert cluster.book.taken("n0") == ((1, 24576, 100), (1, 24576, 100))
+    assert cluster.book.taken("n0") == FREE
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("end", ["bound to another Node", "ended"])
+async def test_a_promise_that_the_api_server_contradicts_ends(end: str) -> None:
+    """What the pod has elsewhere, the watch shows."""
+    cluster = StrictCluster()
+    pod = cluster.create("a", **WHOLE)
+    cluster.filter(pod, "n0")
+    cluster.strict.silent.add("POST")
+    await cluster.bind(pod, "n0")
+    stored = cluster.strict.pod("a")
+    if end == "ended":
+        stored["status"] = {"phase": "Succeeded"}
+    else:
+        stored["spec"]["nodeName"] = "n1"
+    await asyncio.sleep(GRACE_SECONDS + 1)
+    await cluster.extender.clear_up()
+    assert cluster.book.taken("n0") == cluster.book.taken("n1") == FREE
+    assert cluster.extender.kept("uid-a") is None
 
 
 # -- cards change ---------------------------------------------------------------------------------

@@ -92,6 +92,14 @@ class _Promise(msgspec.Struct):
     state: DesiredPod | None = None
 
 
+def _is_as_promised(found: Pod | None, promise: _Promise) -> bool:
+    """Tell whether a pod, as the API server has it, runs with what was promised to it. Its promise
+    stays then, so that the API server is asked again. The book must not have the cards by the
+    answer alone: if the watch never shows the pod, it never shows its end.
+    """
+    return found is not None and not found.ended and found.node == promise.holding.node
+
+
 class Kept(msgspec.Struct, frozen=True):
     """Cards that are kept for a pod that is not bound yet, for people.
 
@@ -262,9 +270,7 @@ class Extender:
                 promise.under_way = False
             if self._promises.get(uid) is not promise:
                 continue
-            if found is not None and found.node:
-                self.see_pod(found)
-            else:
+            if not _is_as_promised(found, promise):
                 self._end_promise(uid)
                 self._journal.record("scheduler.promise_ended", uid=uid, node=promise.holding.node)
 
@@ -514,12 +520,11 @@ class Extender:
                 return False
         if self._promises.get(uid) is not promise:  # the watch has shown its end meanwhile
             return found is not None and found.node == promise.holding.node
-        if found is not None and found.node:
-            self.see_pod(found)
-            return found.node == promise.holding.node
-        if found is None or not may_be_bound:
+        if _is_as_promised(found, promise):
+            return True
+        if found is None or found.node or not may_be_bound:
             self._end_promise(uid)
-        return False
+        return found is not None and found.node == promise.holding.node
 
     async def _bind_stranger(self, arguments: BindingArguments) -> None:
         """Bind a pod that asks for nothing of ours; refuse another one, which has no cards."""
