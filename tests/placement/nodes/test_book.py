@@ -157,6 +157,38 @@ def test_descriptions_that_no_node_has_any_more_are_forgotten() -> None:
     assert book._states == {}
 
 
+def test_states_that_no_node_has_any_more_are_bounded_over_all_hardware(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cluster of many kinds of Nodes must not keep thousands of old states of each."""
+    monkeypatch.setattr("vgpu_agent.placement.nodes.book._MAX_STATES", 20)
+    book, kinds = Book(), 8
+    for node in range(kinds):
+        book.put_node(f"n{node}", node_cards(node, memory=MEMORY_MIB + node))
+
+    def kept() -> int:
+        return sum(len(each.by_taken) for each in book._states.values())
+
+    for number in range(100):
+        for node in range(kinds):
+            book.hold(f"pod-{node}", held(node, (0, 1, 1 + number)))
+            assert kept() <= 20
+            assert book.taken(f"n{node}")[0] == (1, 1 + number, 1)
+    for node in range(kinds):
+        book.release(f"pod-{node}")
+        book.remove_node(f"n{node}")
+    assert kept() == 0
+    for node in range(30):  # what is gone has left its room
+        book.put_node(f"n{node}", node_cards(node, memory=MEMORY_MIB + node))
+        book.remove_node(f"n{node}")
+    book.put_node("n0", node_cards(0))
+    book.put_node("n1", node_cards(1))
+    ones = book.cards_in_use("n0"), book.cards_in_use("n1")
+    assert ones[0] is not None
+    assert ones[1] is not None
+    assert ones[0].state == ones[1].state
+
+
 @pytest.mark.parametrize(
     ("entry", "model", "is_named"),
     [

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.pods import ContainerKind
 
-# Demands whose verdicts are kept, and the states that are kept for each, and for each hardware.
-_MAX_DEMANDS, _MAX_STATES = 32, 8192
+# Demands whose verdicts are kept, and how many for each.
+_MAX_DEMANDS, _MAX_VERDICTS = 32, 8192
+# States that are found again, of all hardware together: a few times the Nodes of a large cluster.
+_MAX_STATES = 16_384
 
 
 class HeldCard(msgspec.Struct, frozen=True, gc=False):
@@ -170,21 +172,46 @@ class _Node:
         self.states: _States | None = None  # those of its hardware
 
 
+class _Room:
+    """The room for states of all hardware, which have one bound: a cluster may have many kinds of
+    Nodes.
+
+    State: the number of states that are found again.
+    """
+
+    __slots__ = ("_kinds", "_number")
+
+    def __init__(self, kinds: Mapping[Hardware, _States]) -> None:
+        self._kinds, self._number = kinds, 0
+
+    def take(self) -> None:
+        """Take the room of one state, if need be that of the hardware that has the most."""
+        if self._number >= _MAX_STATES:
+            self.free(max(self._kinds.values(), key=lambda each: len(each.by_taken)))
+        self._number += 1
+
+    def free(self, states: _States) -> None:
+        """Free the room of one hardware. States that Nodes have stay, and are only not found
+        again.
+        """
+        self._number -= len(states.by_taken)
+        states.by_taken.clear()
+
+
 class _States:
     """The states of Nodes with equal hardware, by what is taken."""
 
-    __slots__ = ("by_taken", "hardware", "nodes")
+    __slots__ = ("_room", "by_taken", "hardware", "nodes")
 
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
+    def __init__(self, hardware: Hardware, room: _Room) -> None:
+        self.hardware, self._room = hardware, room
         self.nodes = 0  # how many have it
         self.by_taken: dict[tuple[Amounts, ...], State] = {}
 
     def state(self, taken: tuple[Amounts, ...]) -> State:
         """Return the one state with that taken."""
         if (found := self.by_taken.get(taken)) is None:
-            if len(self.by_taken) >= _MAX_STATES:
-                self.by_taken.clear()  # those of Nodes stay, and are only not found again
+            self._room.take()
             found = self.by_taken[taken] = State(self.hardware, taken)
         return found
 
@@ -199,6 +226,7 @@ class Book:
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}  # UID of a pod → its Node
         self._states: dict[Hardware, _States] = {}
+        self._room = _Room(self._states)
         self._verdicts: collections.OrderedDict[Demand, dict[object, _Verdict]] = (
             collections.OrderedDict()
         )
@@ -215,7 +243,7 @@ class Book:
         else:
             hardware = described.hardware
             node.uuids, node.rails = described.uuids, described.rails
-            states = self._states.setdefault(hardware, _States(hardware))
+            states = self._states.setdefault(hardware, _States(hardware, self._room))
             states.nodes += 1  # before the old ones go, which may be the same
         self._drop_states(node)
         node.states = states
@@ -239,6 +267,7 @@ class Book:
         if node.states is not None:
             node.states.nodes -= 1
             if not node.states.nodes:
+                self._room.free(node.states)
                 del self._states[node.states.hardware]
             node.states = None
 
@@ -480,7 +509,7 @@ class Book:
         self._verdicts.move_to_end(demand)
         if len(self._verdicts) > _MAX_DEMANDS:
             self._verdicts.popitem(last=False)
-        if len(table) > _MAX_STATES:
+        if len(table) > _MAX_VERDICTS:
             table.clear()
         return table
 
