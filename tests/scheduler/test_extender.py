@@ -250,11 +250,12 @@ async def test_a_refusal_changes_until_all_nodes_should_have_been_named() -> Non
     wait for five minutes. A Node that is never named, because of a taint, must not let the pod be
     filtered without end.
     """
-    cluster, pod = Cluster(4), a_pod(number="3")
-    _put_node(cluster, 3, 3)
+    cluster, pod = Cluster(201), a_pod(number="3")
+    _put_node(cluster, 200, 3)
+    sample = [f"n{number}" for number in range(100)]
 
     def texts(count: int) -> list[str]:
-        return [cluster.filter(pod, "n0", "n1")["FailedNodes"]["n0"] for _ in range(count)]
+        return [cluster.filter(pod, *sample)["FailedNodes"]["n0"] for _ in range(count)]
 
     text = "Insufficient GPU cards, and other nodes may have room (try {})"
     assert texts(5) == [text.format(number) for number in (1, 2, 3, 3, 3)]
@@ -262,7 +263,65 @@ async def test_a_refusal_changes_until_all_nodes_should_have_been_named() -> Non
     assert texts(2) == [text.format(number) for number in (1, 2)]
     cluster.extender.forget_pod("uid-train")
     assert texts(1) == [text.format(1)]
-    assert cluster.filter(pod, "n3")["NodeNames"] == ["n3"]
+    assert cluster.filter(pod, "n200")["NodeNames"] == ["n200"]
+
+
+async def test_a_pod_that_may_use_few_nodes_is_not_tried_again_and_again() -> None:
+    """kube-scheduler names all Nodes that a selector leaves, if these are fewer than a hundred. So
+    none that it has not named can take the pod. Then the reasons are those of the named ones.
+    """
+    cluster, pod = Cluster(3), a_pod(number="3")
+    _put_node(cluster, 2, 3)
+    for _ in range(3):
+        text = cluster.filter(pod, "n0", "n1")["FailedNodes"]["n0"]
+        assert text == "Insufficient GPU cards"
+    cluster.extender.see_node(Node("n0", "u", {}, {}, "", "", {}, {}, {}, "1"))
+    assert cluster.filter(pod, "n0")["FailedNodes"] == {"n0": "node not vGPU-enabled"}
+
+
+@pytest.mark.looptime
+async def test_a_pod_is_tried_no_more_often_in_a_large_cluster() -> None:
+    """A tenth of it are named at a time, or a taint hides most of it."""
+    cluster, pod = Cluster(0), a_pod(number="3")
+    for number in range(1500):
+        _put_node(cluster, number, 3 if number == 1499 else 1)
+    names = [f"n{number}" for number in range(100)]
+    for _ in range(20):
+        text = cluster.filter(pod, *names)["FailedNodes"]["n0"]
+    assert text.endswith("(try 10)")
+
+
+@pytest.mark.looptime
+async def test_a_pod_that_names_cards_is_told_the_reasons_of_the_named_nodes() -> None:
+    """Over all Nodes it would take too long to look at each card's UUID."""
+    cluster = Cluster(201)
+    few, many = ("n1", "n0"), tuple(f"n{number}" for number in range(200))
+    cluster.filter(a_pod("a", **WHOLE), "n0")
+    pod = a_pod("b", **SMALL)
+    pod["metadata"]["annotations"] = {KEYS.include_uuid: uuid(0, 0)}
+    texts = set(cluster.filter(pod, *few)["FailedNodes"].values())
+    reasons = "Insufficient vGPU cores or GPU UUID mismatch"
+    assert texts == {reasons}
+    again = ", and other nodes may have room (try {})"
+    for number in (1, 2, 2):
+        texts = set(cluster.filter(pod, *many)["FailedNodes"].values())
+        assert texts == {reasons + again.format(number)}
+    # the same text although this sample has fewer reasons: each change makes it tried again
+    texts = set(cluster.filter(pod, *many[1:])["FailedNodes"].values())
+    assert texts == {reasons + again.format(2)}
+
+
+@pytest.mark.parametrize("as_objects", [False, True], ids=["names", "objects"])
+async def test_a_pod_that_fits_nowhere_counts_as_refused(as_objects: bool) -> None:
+    """Whichever way the Nodes are sent."""
+    cluster = Cluster(1)
+    more: dict[str, Any] = {}
+    if as_objects:
+        more = {"NodeNames": None, "Nodes": {"items": [{"metadata": {"name": "n0"}}]}}
+    for number, outcome in (("1", "success"), ("3", "refused")):
+        cluster.filter(a_pod(f"p{number}", number=number), **more)
+        text, _ = cluster.extender._metrics.text("")
+        assert f'verb_total{{result="{outcome}",verb="filter"}} 1.0' in text.decode()
 
 
 async def test_a_refusal_of_nodes_without_cards_says_so() -> None:

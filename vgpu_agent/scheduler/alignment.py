@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.placement.nodes.book import Book, Choice, Survey
     from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.placement.nodes.reasons import Reason
     from vgpu_agent.pods import Pod
     from vgpu_agent.scheduler.known_pods import KnownPods
     from vgpu_agent.scheduler.metrics import Metrics
@@ -59,9 +60,9 @@ class Alignment:
             self._metrics.count_aligned(_RESULTS[nearness])
         return choice
 
-    def survey(self, pod: Pod, demand: Demand) -> Survey:
+    def survey(self, pod: Pod, demand: Demand, named: Iterable[Reason]) -> Survey:
         """Ask all Nodes with cards, whichever a scheduler has named; see `Book.survey`."""
-        return survey_aligned(self._book, demand, self._fellows(pod, demand))
+        return survey_aligned(self._book, demand, self._fellows(pod, demand), named)
 
     def too_far(self, pod: Pod, demand: Demand, names: Iterable[str]) -> set[str]:
         """Return those of the named Nodes, on which a pod fits by the book and holds nothing, that

@@ -36,7 +36,7 @@ from vgpu_agent.scheduler.metrics import BIND, ERROR, FILTER, REFUSED, SUCCESS, 
 from vgpu_agent.scheduler.records import PodRecords
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.families.scheduling import SchedulingFamily
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vgpu_agent.nodes import Node
     from vgpu_agent.placement.nodes.book import Book, Holding
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
-    from vgpu_agent.placement.nodes.demand import PodDemand
+    from vgpu_agent.placement.nodes.demand import Demand, PodDemand
     from vgpu_agent.pods import DesiredPod, Pod
     from vgpu_agent.scheduler.messages import BindingArguments, FilterArguments
     from vgpu_agent.scheduler.pod_events import PodEvents
@@ -54,7 +54,9 @@ _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
 _TEXTS = {reason: reason.value for reason in Reason}
 # kube-scheduler tries each pod again after five minutes, whatever it was told.
-_TRIES_SECONDS, _MAX_REFUSED = 300.0, 10_000
+_TRIES_SECONDS, _MAX_TRIES, _MAX_REFUSED = 300.0, 10, 10_000
+# kube-scheduler names all Nodes that it finds if these are fewer (minFeasibleNodesToFind).
+_LEAST_SAMPLE = 100
 
 
 def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
@@ -67,6 +69,13 @@ def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
 def _shared(names: frozenset[str]) -> frozenset[str]:
     """Return the one object for equal names: Nodes of one kind have equal ones."""
     return names
+
+
+def _joined(reasons: Iterable[Reason]) -> str:
+    """Return the texts of reasons, in the order of `Reason`."""
+    found = set(reasons)
+    texts = [_TEXTS[each] for each in Reason if each in found]
+    return " or ".join(texts) or _TEXTS[Reason.NodeCacheMiss]
 
 
 class _Promise(msgspec.Struct):
@@ -167,8 +176,8 @@ class Extender:
         self._last_bind_ns = 0  # unix time
         self._resources: dict[str, frozenset[str]] = {}  # Node → its extended resources
         self.records = PodRecords(clock)
-        # UID of a pod that was refused though there may be room → since when, and how often
-        self._refused: dict[str, tuple[float, int]] = {}
+        # UID of a pod that was refused though there may be room → since when, how often, and why
+        self._refused: dict[str, tuple[float, int, frozenset[Reason]]] = {}
         # by UID, so that a pod with nonsense is told once and not at each of its changes
         self._unreadable = ChangeFilter()
 
@@ -317,7 +326,8 @@ class Extender:
             try:
                 arguments = filter_arguments(body)
                 result = self._filter(arguments)
-                outcome = SUCCESS if result.node_names or result.nodes else REFUSED
+                has_room = result.node_names or (result.nodes and result.nodes["items"])
+                outcome = SUCCESS if has_room else REFUSED
             except AgentError as err:
                 result, outcome = FilterResult(error=str(err)), ERROR
             self._metrics.count(FILTER, outcome)
@@ -366,7 +376,8 @@ class Extender:
             return {}
         # Where all Nodes are named, the reasons of each do not vary with a sample.
         if len(candidates) < len(self._book):
-            return dict.fromkeys(candidates, self._refusal(pod, wanted, len(candidates)))
+            text = self._refusal(pod, wanted.demand, choice, len(candidates))
+            return dict.fromkeys(candidates, text)
         return {name: _TEXTS[reason] for name, reason in choice.reasons.items()}
 
     def _kept(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice | None:
@@ -409,28 +420,35 @@ class Extender:
                 self._events.fits_nowhere(pod, choice.reasons)
         return choice
 
-    def _refusal(self, pod: Pod, wanted: PodDemand, candidates: int) -> str:
+    def _refusal(self, pod: Pod, demand: Demand, choice: Choice, candidates: int) -> str:
         """Return why a pod fits on none of the candidates: the same text for each of them.
 
         kube-scheduler names some Nodes, others each time, and writes how many have which reason
         into the pod's status. If that changes, it tries the pod again. So reasons are those of all
         Nodes. Only where one that was not named may have room, the text changes on purpose, until
-        all Nodes should have been named.
+        all Nodes should have been named, but a few times at most: the others may have been left out
+        by a selector or a taint. Where so few are named that they are no sample, they were, and the
+        reasons are those of the named Nodes.
         """
-        survey, uid = self.alignment.survey(pod, wanted.demand), pod.uid
-        text = " or ".join(_TEXTS[each] for each in survey.reasons) or _TEXTS[Reason.NodeCacheMiss]
+        survey, uid = self.alignment.survey(pod, demand, choice.reasons.values()), pod.uid
         if not survey.may_fit:
             self._refused.pop(uid, None)
-            return text
+            return _joined(survey.reasons)
+        if candidates < _LEAST_SAMPLE:
+            self._refused.pop(uid, None)
+            return _joined(choice.reasons.values())
         now = asyncio.get_running_loop().time()
-        since, tries = self._refused.pop(uid, (now, 0))
+        since, tries, reasons = self._refused.pop(uid, (now, 0, frozenset()))
         if now - since >= _TRIES_SECONDS:
-            since, tries = now, 0
-        tries = min(tries + 1, len(self._book) // candidates + 1)
-        self._refused[uid] = since, tries
+            since, tries, reasons = now, 0, frozenset()
+        # A demand that names cards is told those of the sample. The ones before stay, so that the
+        # text is the same in the end.
+        reasons = (reasons if demand.names_cards else frozenset()) | set(survey.reasons)
+        tries = min(tries + 1, len(self._book) // candidates + 1, _MAX_TRIES)
+        self._refused[uid] = since, tries, reasons
         if len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
-        return f"{text}, and other nodes may have room (try {tries})"
+        return f"{_joined(reasons)}, and other nodes may have room (try {tries})"
 
     def _promise(self, pod: Pod, holding: Holding, wanted: PodDemand) -> None:
         until = asyncio.get_running_loop().time() + self._grace_seconds

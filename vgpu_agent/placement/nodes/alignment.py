@@ -213,9 +213,11 @@ def too_far(book: Book, demand: Demand, names: Iterable[str], fellows: Collectio
     return {name for name, view in views if view and search.place(name, view) is None}
 
 
-def survey_aligned(book: Book, demand: Demand, fellows: Collection[str]) -> Survey:
+def survey_aligned(
+    book: Book, demand: Demand, fellows: Collection[str], named: Iterable[Reason] = ()
+) -> Survey:
     """Ask all Nodes with cards as `Book.survey` does, and whether they are near to the fellows."""
-    found = book.survey(demand)
+    found = book.survey(demand, named)
     if not found.may_fit or demand.names_cards:  # of one that names cards nothing is known
         return found
     if (search := _strict_search(book, demand, fellows)) is None:

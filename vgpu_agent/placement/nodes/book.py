@@ -441,20 +441,22 @@ class Book:
             found[name] = None if reason is None else Refusal(reason, verdict.cards)
         return found
 
-    def survey(self, demand: Demand) -> Survey:
+    def survey(self, demand: Demand, named: Iterable[Reason]) -> Survey:
         """Ask all Nodes with cards, whichever a scheduler has named; without any, say why there are
-        none.
+        none. A demand that names cards would have to be compared with each Node, so only what the
+        named ones say counts for it.
         """
         if demand.names_cards:
-            return Survey(True, (Reason.DeviceUUIDMismatch,))
+            found = set(named)
+            return Survey(True, tuple(each for each in Reason if each in found))
         verdict_of = self._verdict_of(demand)
         by_state = {node.state: node for node in self._nodes.values()}
         without_cards = by_state.pop(None, None)
         verdicts = [verdict_of(node) for node in by_state.values()]
-        found = {verdict.reason for verdict in verdicts}
+        reasons = {verdict.reason for verdict in verdicts}
         if not verdicts and without_cards is not None:
-            found = {node.unfit for node in self._nodes.values()}
-        return Survey(None in found, tuple(each for each in Reason if each in found))
+            reasons = {node.unfit for node in self._nodes.values()}
+        return Survey(None in reasons, tuple(each for each in Reason if each in reasons))
 
     def names(self) -> list[str]:
         """Return the names of all Nodes."""
