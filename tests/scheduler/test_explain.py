@@ -18,6 +18,8 @@ from vgpu_agent.cluster import decode
 from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerScheduling
 from vgpu_agent.nodes import Node
 from vgpu_agent.placement.nodes import survey
+from vgpu_agent.placement.nodes.book import Book
+from vgpu_agent.placement.nodes.cards import Unfit
 from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.nodes.survey import finish
@@ -378,6 +380,20 @@ async def test_slots_and_unhealthy_cards_have_sentences() -> None:
     assert found.missing[1] == (
         f"1 card that the pod wants (annotation nvidia.com/include-gpu-uuid: {uuid(0, 1).lower()}) "
         "exists on 1 Node: 0 untouched, 0 in use, 1 unhealthy or divided by MIG."
+    )
+
+
+def test_nodes_whose_cards_are_divided_have_a_sentence_with_the_note() -> None:
+    """A family may leave such a Node out as a whole, so that the book has none of its cards."""
+    book = Book()
+    note = "its cards are divided for each pod (mode mig)"
+    book.put_node("n0", Unfit(Reason.DeviceMIGEnabled, note))
+    wanted = Demand((ContainerDemand(ContainerKind.MAIN, 1, 10, 1024),), "none", "none")
+    groups = finish(survey.grouped(wanted, book.views()))
+    words = VgpuManagerScheduling(KEYS).words
+    (text,) = finish(shortage.sentences(wanted, groups, words, str))
+    assert text.startswith(
+        f"1 Node (n0): no card is of use to the pod. n0 has: {note}. `vgpu-agent status` on such a"
     )
 
 

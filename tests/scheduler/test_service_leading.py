@@ -220,6 +220,17 @@ async def test_what_is_no_json_is_answered_and_never_a_failure_of_the_server(
             )
 
 
+async def test_a_victim_that_is_no_utf_8_is_refused_in_a_sentence(server: ApiServer) -> None:
+    """A preemption has no field for an error, so the status is that of a bad request."""
+    victims = b'{"n0": {"Pods": [{"metadata": {"uid": "\xff"}}]}}'
+    body = asking()[:-1] + b', "NodeNameToVictims": ' + victims + b"}"
+    async with serving(server, Options(port=0)) as (service, _):
+        await eventually(service._budgets.synced.is_set)
+        status, text = await post(service, "preempt", body)
+    assert status == 400
+    assert text.startswith("a victim: ")
+
+
 async def test_metrics_have_the_names_of_the_contract(server: ApiServer) -> None:
     """vgpu-manager §5.10; alerts and dashboards name them."""
     async with serving(server, Options(port=0)) as (service, _):

@@ -172,7 +172,7 @@ class PreemptionResult(msgspec.Struct, rename="pascal"):
 def _uid_of(raw: msgspec.Raw) -> str:
     try:
         return msgspec.json.decode(raw, type=_PodWithUid).metadata.uid
-    except (msgspec.MsgspecError, RecursionError) as err:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:  # ValueError: no UTF-8
         raise RequestRefusedError(f"a victim: {shortened(str(err), _LONGEST_ERROR)}") from err
 
 

@@ -336,9 +336,12 @@ def _cards(missing: _Missing) -> str:
 
 
 def _out_of_use(missing: _Missing) -> str:
+    # A family may leave such a Node out as a whole; then its cards are not counted.
+    blocked = _blocked(missing.figures.blocked)
+    what = f"{blocked}, so too few are left" if blocked else "no card is of use to the pod"
     return (
-        f"{_blocked(missing.figures.blocked)}, so too few are left. `vgpu-agent status` on such a "
-        "Node says why; cards with MIG instances serve only pods that ask for instances."
+        f"{what}.{_notes(missing)} `vgpu-agent status` on such a Node says why; cards with MIG "
+        "instances serve only pods that ask for instances."
     )
 
 
@@ -362,13 +365,17 @@ def _memory_policy(missing: _Missing) -> str:
     )
 
 
-def _unfit(missing: _Missing) -> str:
-    """Say what is wrong with Nodes that can take no pod at all."""
-    words = missing.words
-    notes = "".join(
+def _notes(missing: _Missing) -> str:
+    """Say what is known of Nodes beside the reason, with one Node for each."""
+    return "".join(
         f" {shortened(name, _LONGEST_NAME)} has: {note}."
         for note, name in list(missing.figures.notes.items())[:MAX_NAMES]
     )
+
+
+def _unfit(missing: _Missing) -> str:
+    """Say what is wrong with Nodes that can take no pod at all."""
+    words, notes = missing.words, _notes(missing)
     match missing.reason:
         case Reason.NodeNotVGPUEnabled:
             return (
