@@ -263,6 +263,31 @@ def test_without_access_to_the_api_server_the_remedy_is_named(
     assert "or name --kubeconfig" in refused(capsys)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [["--logtostderr"], ["--logtostderr=true"], ["-v", "4"], ["-v=4"], ["-v4"], ["--v=4"]],
+)
+def test_klogs_flags_are_accepted_as_go_accepts_them(flags: list[str]) -> None:
+    """A switch needs no value, and one dash is as good as two for its number."""
+    assert options(*flags, "--scheduler-name=placer").event_source == "placer"
+    assert options("--scheduler-name=placer", *flags).event_source == "placer"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--cores-only=proportional"], ["--memory-only", "refused"], ["--domain=example.com"]],
+)
+def test_a_flag_that_the_family_does_not_know_is_refused(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An operator must not believe that it has an effect."""
+    line = refused(capsys, "--family=volcano-vgpu", *flags)
+    name = flags[0].partition("=")[0]
+    assert f"{name}: has no effect with --family volcano-vgpu; remove it" in line
+    assert options("--family=volcano-vgpu", "--type-match=substring") is not None
+    assert options("--family=vgpu-manager", *flags) is not None
+
+
 def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
     """In the form in which it can be given."""
     with pytest.raises(SystemExit):

@@ -68,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
         "the family whose pods it places: by default that whose flags these are; another one needs "
         "an extender of its own",
     )
-    add("--domain", "NAME", "the domain of the keys on Nodes and pods", "nvidia.com", type=_domain)
+    add("--domain", "NAME", "the domain of the keys on Nodes and pods", _DOMAIN, type=_domain)
     add("--scheduler-name", "NAME", "the source of its events", "vgpu-scheduler")
     add(
         "--server-bind-address",
@@ -157,14 +157,16 @@ def add_parser(subparsers: Any) -> None:
         "--pprof-bind-port": "there is no pprof",
         "--feature-gates": "links between cards always count where the Node tells them, and no "
         "verb waits for another",
-        "--v": "use --log-level",
-        "--vmodule": "the same",
-        "--logtostderr": "the log is on stderr",
+        "--vmodule": "use --log-level",
     }.items():
         add(flag, "VALUE", _NO_EFFECT + why)
+    # As Go takes them: one dash is enough, and a switch needs no value.
+    parser.add_argument("-v", "--v", metavar="VALUE", help=_NO_EFFECT + "use --log-level")
+    add_switch("--logtostderr", _NO_EFFECT + "the log is on stderr")
     parser.set_defaults(run=_run)
 
 
+_DOMAIN = "nvidia.com"
 _WORDS, _SUBSTRING = "words", "substring"
 _AS_REPLACED, _REFUSED = "as-replaced", "refused"
 _LEVELS = ("debug", "info", "warning", "error")
@@ -200,6 +202,18 @@ def _family(arguments: argparse.Namespace) -> SchedulingFamily:
     if name and name not in parts:
         raise ConfigError([f"--family: expected {' or '.join(parts)}, got {name!r}"])
     part = parts[name] if name else next(each for each in parts.values() if each.by_default)
+    if not part.by_default and (
+        problems := [
+            f"{flag}: has no effect with --family {name}; remove it"
+            for flag, (value, default) in {
+                "--domain": (arguments.domain, _DOMAIN),
+                "--cores-only": (arguments.cores_only, _AS_REPLACED),
+                "--memory-only": (arguments.memory_only, _AS_REPLACED),
+            }.items()
+            if value != default
+        ]
+    ):
+        raise ConfigError(problems)
     return part.build(
         SchedulingOptions(
             domain=arguments.domain,
