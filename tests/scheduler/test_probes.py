@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -76,6 +78,44 @@ async def test_probes_and_metrics_are_reached_from_outside_the_pod_and_no_verb_i
         for path in ("/explain", "/capacity"):
             async with http.get(path) as answer:
                 assert answer.status == 404, path
+
+
+async def test_a_loop_that_is_stuck_fails_the_probe_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kubelet starts the extender again; nothing else would notice."""
+    constants.use(monkeypatch, QUICK)
+    port = _free_port()
+    async with (
+        ApiServer() as server,
+        _serving(server.url, port) as service,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+    ):
+        never = asyncio.Event()
+        assert service._supervisor is not None
+        service._supervisor.start("extra", never.wait, stuck_after_seconds=0.0)  # type: ignore[arg-type]
+        async with http.get("/healthz") as answer:
+            text = await answer.text()
+            assert answer.status == 503
+        assert text.startswith("extra: no heartbeat for ")
+        assert text.endswith(" s; it will not recover by itself\n")
+        await service._supervisor.stop("extra")
+        async with http.get("/healthz") as answer:
+            assert (answer.status, await answer.text()) == (200, "ok\n")
+
+
+async def test_a_watch_that_fails_is_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it fails, pods that have ended still count."""
+    constants.use(monkeypatch, QUICK)
+    async with ApiServer() as server, _serving(server.url, None) as service:
+        service._pods.status.failing_since = time.time() - 100
+        service._show()
+        text = service.metrics.text("")[0].decode()
+    name = "vgpu_scheduler_watch_failing_seconds"
+    shown = dict(re.findall(name + r'\{watch="(\w+)"\} ([0-9.]+)', text))
+    assert shown.keys() == {"nodes", "pods", "budgets"}
+    assert shown["nodes"] == "0.0"
+    assert 100 <= float(shown["pods"]) < 100 + PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a kube-scheduler"])

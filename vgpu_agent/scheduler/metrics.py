@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.status import WatchStatus
 
 _PREFIX = "vgpu_scheduler"
 _BUCKETS = tuple(0.0001 * 3**power for power in range(12))  # seconds
@@ -92,6 +93,13 @@ class Metrics:
             registry=self._registry,
         )
 
+        self._failing = Gauge(
+            f"{_PREFIX}_watch_failing_seconds",
+            "How long a watch of the API server has been failing; 0 while it works.",
+            ("watch",),
+            registry=self._registry,
+        )
+
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(
             f"{_PREFIX}_{name.removesuffix('_total')}", text, labels, registry=self._registry
@@ -146,6 +154,12 @@ class Metrics:
         self._nodes.clear()
         for state, number in states.items():
             self._nodes.labels(state).set(number)
+
+    def show_watches(self, watches: Mapping[str, WatchStatus], now: float) -> None:
+        """Show how long each watch has been failing; ``now`` is in unix seconds."""
+        for name, watch in watches.items():
+            seconds = max(now - watch.failing_since, 0.0) if watch.failing_since else 0.0
+            self._failing.labels(name).set(seconds)
 
     def text(self, accepted: str) -> tuple[bytes, str]:
         """Return the answer to a scrape and its content type; ``accepted`` is the ``Accept`` of the

@@ -256,6 +256,7 @@ class Service:
         )
         self._role: Latest[bool | None] = Latest(None)  # leads, or not; None until that is known
         self._stopping = asyncio.Event()
+        self._supervisor: Supervisor | None = None
         self.address = ""
         self.probe_port = 0
 
@@ -289,6 +290,7 @@ class Service:
             async with Supervisor(
                 backoff_min_seconds=_BACKOFF_MIN_SECONDS, backoff_max_seconds=_BACKOFF_MAX_SECONDS
             ) as supervisor:
+                self._supervisor = supervisor
                 self._start_watch(supervisor, "nodes", self._nodes)
                 self._start_watch(supervisor, "pods", self._pods)
                 self._start_watch(supervisor, "budgets", self._budgets)
@@ -487,12 +489,22 @@ class Service:
         return _json(await self._extender.bind(body))
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        self._show()
+        body, content_type = self.metrics.text(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    def _show(self) -> None:
+        """Bring the metrics of what there is up to date."""
         lease = self._options.lease
         if lease is None or not lease.is_schedulers:  # otherwise `_follow` knows
             self.metrics.leads.set(self.leads)
         self._extender.show()
-        body, content_type = self.metrics.text(request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        watches = {
+            "nodes": self._nodes.status,
+            "pods": self._pods.status,
+            "budgets": self._budgets.status,
+        }
+        self.metrics.show_watches(watches, time.time())
 
     async def _preempt(self, request: web.Request) -> web.Response:
         """Answer with a status, since the answer has no field for an error (vgpu-manager §5.1)."""
@@ -509,7 +521,15 @@ class Service:
             return web.Response(text=f"{err}\n", status=400)
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        """Fail where the kubelet should restart the extender: a loop is stuck."""
+        now = time.time()
+        stuck = [
+            f"{report.name}: no heartbeat for {now - report.last_heartbeat_at:.0f} s; it will not "
+            "recover by itself\n"
+            for report in (self._supervisor.reports if self._supervisor else ())
+            if report.stuck_for(now)
+        ]
+        return web.Response(text="".join(stuck) or "ok\n", status=503 if stuck else 200)
 
     async def _readyz(self, _: web.Request) -> web.Response:
         ready = self.is_ready
