@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import resource
 import socket
+import ssl
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.patience import eventually
+from tests.patience import PATIENCE_SECONDS, eventually
+from vgpu_agent.web import connections as limits
 from vgpu_agent.web.connections import Connections, bounded
+from vgpu_agent.webhook.certificates import context_of, made
 
 _MOST = 8
 
@@ -57,17 +62,89 @@ async def test_the_oldest_of_whoever_has_most_makes_room(address: tuple[str, int
     assert [await _asked(*other) for other in others] == [b"HTTP/1.1 200 OK\r\n"] * 2
     greedy = [await _open(address) for _ in range(3 * _MOST)]
     assert await _asked(*greedy[-1]) == b"HTTP/1.1 200 OK\r\n"
-    await eventually(
-        lambda: (
-            sum(reader.at_eof() or reader.exception() is not None for reader, _ in greedy)
-            == 2 * _MOST + 2
-        )
-    )
+    await eventually(lambda: sum(_has_ended(reader) for reader, _ in greedy) == 2 * _MOST + 2)
     for reader, writer in others:
         await reader.readuntil(b"here")
         assert await _asked(reader, writer) == b"HTTP/1.1 200 OK\r\n"
     for _, writer in (*others, *greedy):
         writer.close()
+
+
+@contextlib.asynccontextmanager
+async def _with_tls(most: int) -> AsyncIterator[tuple[str, int]]:
+    """A server that takes ``most`` connections, a quarter of them in their TLS handshake."""
+    context = await asyncio.to_thread(lambda: context_of(made(("a",), time.time())))
+
+    async def tls() -> ssl.SSLContext:
+        return context
+
+    application = web.Application()
+    application.router.add_get("/", _answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    assert runner.server is not None
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections = Connections(listener, runner.server, most=most, tls=tls)
+    connections.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        connections.stop()
+        await runner.cleanup()
+
+
+def _has_ended(reader: asyncio.StreamReader) -> bool:
+    return reader.at_eof() or reader.exception() is not None
+
+
+def _trusting() -> ssl.SSLContext:
+    found = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    found.check_hostname, found.verify_mode = False, ssl.CERT_NONE
+    return found
+
+
+async def _asked_over_tls(address: tuple[str, int], trusting: ssl.SSLContext) -> bytes:
+    reader, writer = await asyncio.open_connection(
+        *address, local_addr=("127.0.0.2", 0), ssl=trusting
+    )
+    try:
+        return await _asked(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+async def test_unfinished_handshakes_of_one_client_do_not_shut_out_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest of whoever has most of them ends, however long a handshake may take."""
+    monkeypatch.setattr(limits, "UNDISTURBED_SECONDS", 0.0)
+    async with _with_tls(16) as address:
+        patient = await _open(address, "127.0.0.3")
+        silent = [await _open(address) for _ in range(4 * 16)]
+        async with asyncio.timeout(limits.HANDSHAKE_SECONDS / 2):
+            assert await _asked_over_tls(address, _trusting()) == b"HTTP/1.1 200 OK\r\n"
+            # its only handshake is left alone
+            writer = patient[1]
+            await writer.start_tls(_trusting())
+            assert await _asked(*patient) == b"HTTP/1.1 200 OK\r\n"
+        writer.transport.abort()
+        await eventually(lambda: _has_ended(silent[0][0]))
+        assert not _has_ended(silent[-1][0])
+        for _, each in silent:
+            each.transport.abort()
+
+
+async def test_a_burst_of_handshakes_that_make_progress_waits_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that opens many connections at once loses none of them."""
+    monkeypatch.setattr(limits, "UNDISTURBED_SECONDS", PATIENCE_SECONDS)
+    async with _with_tls(64) as address:
+        trusting = _trusting()
+        answers = await asyncio.gather(
+            *(_asked_over_tls(address, trusting) for _ in range(3 * 64 // 4))
+        )
+    assert set(answers) == {b"HTTP/1.1 200 OK\r\n"}
 
 
 async def test_a_listener_without_descriptors_pauses_and_goes_on() -> None:

@@ -3,8 +3,9 @@ that is closed to make room for a new one.
 
 Any client that reaches the port can open connections and leave them open. A new connection is
 always accepted, since it may be the kubelet's probe. Where there are too many, the client address
-with the most connections loses its oldest one. A limit per address that refuses new connections
-would shut out the kubelet, too: connections through a NodePort come from the node's own address.
+with the most connections loses its oldest one. The same holds for connections whose TLS handshake
+is unfinished. A limit per address that refuses new connections would shut out the kubelet, too:
+connections through a NodePort come from the node's own address.
 
 aiohttp itself ends a connection on which no complete request arrives in time, and has no other
 limit.
@@ -24,7 +25,7 @@ from vgpu_agent import log
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from aiohttp import web
 
@@ -38,6 +39,9 @@ BACKLOG = 800
 _WITHOUT_DESCRIPTORS_SECONDS = 0.2
 # A client that does not finish the TLS handshake in that time is disconnected.
 HANDSHAKE_SECONDS = 5.0
+# A handshake takes milliseconds. One that takes longer than this gives way to others, and a burst
+# of quick ones waits. With 256 connections, a queue full of slow ones is gone in three seconds.
+UNDISTURBED_SECONDS = 0.2
 # One listener may use the process's number of file descriptors, divided by this.
 _DESCRIPTORS_DIVISOR = 8
 
@@ -45,6 +49,20 @@ _DESCRIPTORS_DIVISOR = 8
 class _Connection(msgspec.Struct):
     transport: asyncio.Transport
     host: str
+
+
+class _Starting(msgspec.Struct):
+    """A connection that is being set up.
+
+    Attributes:
+        accepted: its socket.
+        host: the client's address.
+        since: when it was accepted, by the loop's clock.
+    """
+
+    accepted: socket.socket
+    host: str
+    since: float
 
 
 def bounded(most: int) -> int:
@@ -61,8 +79,8 @@ class Connections:
     """Accepts the connections of ``listener`` for ``server``, at most ``most`` at a time. With
     ``tls``, a connection gets the TLS context that ``tls`` returns at that moment.
 
-    State: the connections, oldest first, until aiohttp's server has forgotten them; how many may be
-    accepted now.
+    State: the connections, oldest first, until aiohttp's server has forgotten them; those that are
+    being set up, oldest first; how many may be accepted now.
     """
 
     def __init__(
@@ -79,7 +97,7 @@ class Connections:
         self._most = most
         self._loop = asyncio.get_running_loop()
         self._open: dict[object, _Connection] = {}
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: dict[asyncio.Task[None], _Starting] = {}
         self._allowed, self._counted_at = float(most), self._loop.time()
         self._resuming: asyncio.TimerHandle | None = None
         self._accepting = False
@@ -108,14 +126,8 @@ class Connections:
             float(self._most), self._allowed + (now - self._counted_at) * _ACCEPTED_A_SECOND
         )
         self._counted_at = now
-        # Connections that are still being set up cannot be closed to make room, so a burst of them
-        # must not push out all others.
-        room = self._most // 4 - len(self._starting)
-        if room <= 0:  # too many unfinished TLS handshakes
-            self._pause(_ACCEPTED_AT_ONCE / _ACCEPTED_A_SECOND)
-            return
-        for _ in range(min(_ACCEPTED_AT_ONCE, room)):
-            if self._allowed < 1:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            if self._allowed < 1 or not self._can_start(now):
                 self._pause(_ACCEPTED_AT_ONCE / _ACCEPTED_A_SECOND)
                 return
             try:
@@ -135,9 +147,38 @@ class Connections:
             self._allowed -= 1
             self._make_room()
             accepted.setblocking(False)
-            starting = self._loop.create_task(self._connect(accepted, str(address[0])))
-            self._starting.add(starting)
-            starting.add_done_callback(self._starting.discard)
+            host = str(address[0])
+            starting = self._loop.create_task(self._connect(accepted, host))
+            self._starting[starting] = _Starting(accepted, host, now)
+            starting.add_done_callback(self._started)
+
+    def _can_start(self, now: float) -> bool:
+        """Tell whether one more connection may be set up, after closing another one if need be.
+
+        Connections that are being set up have a share of their own, so that a burst of them does
+        not push out all open ones.
+        """
+        most = self._most // 4
+        if len(self._starting) < most:
+            return True
+        host, held = _busiest(one.host for one in self._starting.values())
+        task, oldest = next(item for item in self._starting.items() if item[1].host == host)
+        if now - oldest.since < UNDISTURBED_SECONDS:
+            return False
+        _logger.warning(
+            "web.connection_evicted", client=host, connections_of_client=held, most=most
+        )
+        self._give_up(task)
+        return True
+
+    def _give_up(self, task: asyncio.Task[None]) -> None:
+        accepted = self._starting.pop(task).accepted
+        task.cancel()
+        # a task that has not run yet closes nothing
+        task.add_done_callback(lambda _: accepted.close())
+
+    def _started(self, task: asyncio.Task[None]) -> None:
+        self._starting.pop(task, None)
 
     async def _connect(self, accepted: socket.socket, host: str) -> None:
         try:
@@ -167,9 +208,7 @@ class Connections:
         }
         if not self._open or len(self._open) + len(self._starting) < self._most:
             return
-        (host, held), *_ = collections.Counter(one.host for one in self._open.values()).most_common(
-            1
-        )
+        host, held = _busiest(one.host for one in self._open.values())
         protocol, oldest = next(
             (protocol, one) for protocol, one in self._open.items() if one.host == host
         )
@@ -187,6 +226,12 @@ class Connections:
         self._resuming = None
         if self._accepting:
             self._loop.add_reader(self._listener, self._accept)
+
+
+def _busiest(hosts: Iterable[str]) -> tuple[str, int]:
+    """Return the address that occurs most often, and how often."""
+    ((host, held),) = collections.Counter(hosts).most_common(1)
+    return host, held
 
 
 def _ended(connection: _Connection) -> bool:
