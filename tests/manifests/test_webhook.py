@@ -172,6 +172,7 @@ def test_two_replicas_serve_at_any_time(found: dict[str, Any], pod: Any, options
     assert {probe["httpGet"]["scheme"] for probe in probes.values()} == {"HTTPS"}
     readiness = probes["readiness"]
     assert readiness["periodSeconds"] * readiness["failureThreshold"] < options.drain_seconds
+    assert readiness["failureThreshold"] == 3  # one large pod must not make it unready
     assert container["resources"]["limits"] == {"memory": "256Mi"}
     assert service._LARGE_AT_ONCE * options.max_body_bytes < 64 * 1024 * 1024
 

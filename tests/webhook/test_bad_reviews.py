@@ -105,12 +105,24 @@ def test_pods_of_every_shape_are_answered(spec: Any, metadata: Any) -> None:
         response(answer)
 
 
-def test_a_pod_with_thousands_of_containers_is_judged_whole() -> None:
+def test_a_pod_with_a_thousand_containers_is_judged_whole() -> None:
     """A limit that is hidden behind others counts as well."""
-    many = [container(f"c{place}", number="1") for place in range(5000)]
+    many = [container(f"c{place}", number="1") for place in range(999)]
     mutated, judged = answers(review(pod(*many, container("last", number="17"))))
     assert response(mutated)["allowed"]
     assert "container last" in response(judged)["status"]["message"]
+
+
+def test_a_pod_with_more_containers_is_refused_before_any_is_looked_at() -> None:
+    """It would keep the webhook from all other pods."""
+    many = [container(f"c{place}", number="17") for place in range(501)]
+    for answer in answers(review(pod(*many[:500], spec={"initContainers": many}))):
+        assert not response(answer)["allowed"]
+        assert response(answer)["status"]["message"] == (
+            "the pod has 1001 containers; expected at most 1000"
+        )
+    for answer in answers(review({"spec": {"containers": [None] * 1001}})):
+        assert not response(answer)["allowed"]
 
 
 _JSON = st.recursive(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 DEFAULT_SCHEDULER = "default-scheduler"
 HOSTNAME = "kubernetes.io/hostname"
+# Each container costs 20 µs, and all other reviews wait meanwhile. A pod of 1.5 MiB, as large as
+# etcd takes, can have tens of thousands; no node runs a pod with a thousand.
+_MAX_CONTAINERS = 1000
 _LONGEST_NAME = 253
 _LONGEST_AMOUNT = 64
 _LONGEST_ERROR = 500
@@ -84,7 +87,7 @@ class NewPod:
     """A pod of a review; `pod` is for families, `patch` for the API server.
 
     Raises:
-        RequestRefusedError: it is no pod.
+        RequestRefusedError: it is no pod, or one with too many containers.
     """
 
     def __init__(self, raw: bytes | msgspec.Raw, namespace: str) -> None:
@@ -96,10 +99,16 @@ class NewPod:
             ) from err
         self._has_metadata = read.metadata is not None
         self._metadata, self._spec = read.metadata or _Metadata(), read.spec or _Spec()
+        spec = self._spec
+        count = sum(len(each or ()) for each in (spec.containers, spec.init_containers))
+        if count > _MAX_CONTAINERS:
+            raise RequestRefusedError(
+                f"the pod has {count} containers; expected at most {_MAX_CONTAINERS}"
+            )
         # path, kind and container, in the order of `Pod.containers`
         self._places = [
-            *_places("initContainers", self._spec.init_containers, None),
-            *_places("containers", self._spec.containers, ContainerKind.MAIN),
+            *_places("initContainers", spec.init_containers, None),
+            *_places("containers", spec.containers, ContainerKind.MAIN),
         ]
         self.pod = Pod(
             uid="",
@@ -107,11 +116,11 @@ class NewPod:
             name=shortened(
                 self._metadata.name or self._metadata.generate_name or "", _LONGEST_NAME
             ),
-            node=self._spec.node_name or "",
+            node=spec.node_name or "",
             annotations=_texts(self._metadata.annotations),
             labels=_texts(self._metadata.labels),
             containers=tuple(_read(each, kind) for _, kind, each in self._places),
-            scheduler=self._spec.scheduler_name or "",
+            scheduler=spec.scheduler_name or "",
         )
 
     def patch(self, changes: PodChanges, pinned: Pinned) -> list[Operation]:
