@@ -59,6 +59,7 @@ _AT_WILL = frozenset(
         "grpc.connection_closed",
         "registry.not_accepted",
         "webhook.denied",
+        "webhook.too_large",
         "webhook.unreadable",
     }
 )

@@ -11,7 +11,7 @@ import yaml
 from tests.manifests.documents import COMPONENTS, NAME, documents_of
 from vgpu_agent.cli import webhook
 from vgpu_agent.families.vgpu_manager.keys import IGNORE_WEBHOOK_LABEL, Keys
-from vgpu_agent.webhook import service
+from vgpu_agent.webhook import bodies
 from vgpu_agent.webhook.options import Options, OwnCertificateOptions
 from vgpu_agent.webhook.own_certificate import KINDS
 
@@ -174,7 +174,7 @@ def test_two_replicas_serve_at_any_time(found: dict[str, Any], pod: Any, options
     assert readiness["periodSeconds"] * readiness["failureThreshold"] < options.drain_seconds
     assert readiness["failureThreshold"] == 3  # one large pod must not make it unready
     assert container["resources"]["limits"] == {"memory": "256Mi"}
-    assert service._LARGE_AT_ONCE * options.max_body_bytes < 64 * 1024 * 1024
+    assert bodies.LARGE_AT_ONCE * options.max_body_bytes < 64 * 1024 * 1024
 
 
 def test_the_commented_defaults_are_flags_that_are_accepted() -> None:

@@ -49,6 +49,7 @@ def answers(body: bytes) -> list[bytes]:
         (review(pod(), uid=5), "", "the request of the AdmissionReview cannot be read: "),
         (review(pod(), operation=5), UID, "the request of the AdmissionReview cannot be read: "),
         (review(pod())[:300], UID, "no AdmissionReview: "),
+        (review(pod())[:-1], UID, "no AdmissionReview: "),
         (review("DEEP").replace(b'"DEEP"', b"[" * 99999 + b"]" * 99999), UID, "recursion"),
         (review(None), UID, "the pod cannot be read: "),
         (review([]), UID, "the pod cannot be read: "),
@@ -78,6 +79,23 @@ def test_the_older_version_is_answered_in_its_own() -> None:
     version = "admission.k8s.io/v1beta1"
     for answer in answers(review(pod(container()), version=version)):
         assert response(answer, version=version)["allowed"]
+
+
+@pytest.mark.parametrize("version", [V1, "admission.k8s.io/v1beta1"])
+def test_a_review_that_was_too_large_to_be_read_whole_is_refused(version: str) -> None:
+    """Its first part has the UID and the version; the pod behind it must not pass unchecked."""
+    found = reviewer()
+    start = review(pod(container(number="1")), version=version)[:300]
+    for verb in VERBS:
+        answer = response(found.too_large(verb, start, 8_388_608, "10.0.0.1"), version=version)
+        assert not answer["allowed"]
+        assert answer["status"]["code"] == 413
+        assert answer["status"]["message"] == (
+            "the AdmissionReview is larger than 8388608 bytes; make the pod smaller"
+        )
+    assert found.counts == {(verb, "too_large"): 1 for verb in VERBS}
+    nothing = response(found.too_large("mutate", b"{" * 99, 1, ""), uid="")
+    assert not nothing["allowed"]
 
 
 @pytest.mark.parametrize(

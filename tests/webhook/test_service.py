@@ -50,11 +50,11 @@ class Caller:
 
     def __init__(self, address: str, authorities: bytes) -> None:
         self.address, self.stays = address, True
-        self._context = ssl.create_default_context(cadata=authorities.decode())
+        self.context = ssl.create_default_context(cadata=authorities.decode())
 
     async def ask(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Status and answer over a new connection, which `stays` open if the server wants it."""
-        connector = aiohttp.TCPConnector(ssl=self._context)
+        connector = aiohttp.TCPConnector(ssl=self.context)
         async with aiohttp.ClientSession(connector=connector) as http:
             method = "GET" if body is None else "POST"
             data = None if body is None else io.BytesIO(body)
@@ -218,31 +218,76 @@ async def test_what_does_not_fit_together_is_said_at_the_start(tmp_path: Path) -
                 pass
 
 
-async def test_bodies_that_are_too_large_or_too_slow_are_refused(tmp_path: Path) -> None:
-    """And cost no memory; the server goes on."""
+@contextlib.asynccontextmanager
+async def with_files(tmp_path: Path, **options: Any) -> AsyncIterator[tuple[Service, Caller]]:
+    """A service without the API server, and a caller that trusts it."""
     files, authorities = await asyncio.to_thread(write, tmp_path)
-    options = Options(
-        files,
-        host="127.0.0.1",
-        port=0,
-        watches_nodes=False,
-        max_body_bytes=1_000_000,
-        body_seconds=0.2,
-        **QUICK_STOP,
-    )
-    async with serving(options) as found:
-        caller = Caller(found.address, authorities)
-        big = review(pod(container(), annotations={"a": "x" * 1_000_000}))
-        assert (await caller.ask("/pods/mutate", big))[0] == 413
+    given = Options(files, host="127.0.0.1", port=0, watches_nodes=False, **QUICK_STOP, **options)
+    async with serving(given) as found:
+        yield found, Caller(found.address, authorities)
+
+
+async def test_a_review_that_is_too_large_is_denied(tmp_path: Path) -> None:
+    """With another status the API server lets the pod pass, where the failure policy is Ignore. It
+    writes < as six bytes, so a pod that etcd takes can be that large.
+    """
+    async with with_files(tmp_path) as (_, caller):
+        large = pod(container(number="17"), annotations={"a": "x" * 9 * 1024 * 1024})
+        for verb in ("mutate", "validate"):
+            status, answer = await caller.ask(f"/pods/{verb}", review(large))
+            assert status == 200
+            assert caller.stays
+            assert not response(answer)["allowed"]
+            message = response(answer)["status"]["message"]
+            assert message == (
+                "the AdmissionReview is larger than 8388608 bytes; make the pod smaller"
+            )
+        _, metrics = await caller.ask("/metrics")
+        assert b'reviews_total{verb="mutate",outcome="too_large"} 1\n' in metrics
+
+
+async def raw(caller: Caller) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection over which a test writes what it likes."""
+    host, _, port = caller.address.rpartition(":")
+    return await asyncio.open_connection(host, int(port), ssl=caller.context, server_hostname=NAME)
+
+
+HEAD = "POST /pods/mutate HTTP/1.1\r\nHost: h\r\nContent-Length: {}\r\n\r\n"
+
+
+async def test_a_review_that_is_too_large_is_denied_before_all_of_it_came(tmp_path: Path) -> None:
+    """The API server waits no longer than for another review. Without a declared length, too."""
+    limits: dict[str, Any] = {"max_body_bytes": 100_000, "body_seconds": 0.5}
+    async with with_files(tmp_path, **limits) as (_, caller):
+        start = review(pod(annotations={"a": "x" * 120_000}))
+        chunked = HEAD.replace("Content-Length: {}", "Transfer-Encoding: chunked")
+        chunk = f"{len(start):x}\r\n".encode() + start + b"\r\n"
+        for sent in (HEAD.format(1_000_000).encode() + start, chunked.encode() + chunk):
+            reader, writer = await raw(caller)
+            writer.write(sent)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = next(line for line in head.splitlines() if "Content-Length" in line)
+                body = await reader.readexactly(int(length.partition(":")[2]))
+            assert head.startswith("HTTP/1.1 200 ")
+            assert "Connection: close" in head
+            assert response(body)["status"]["code"] == 413
+            writer.close()
+
+
+async def test_large_reviews_are_answered_a_few_at_a_time(tmp_path: Path) -> None:
+    """All of them."""
+    async with with_files(tmp_path) as (_, caller):
         large = review(pod(container(), annotations={"a": "x" * 500_000}))
         statuses = await asyncio.gather(*(caller.ask("/pods/mutate", large) for _ in range(10)))
         assert {status for status, _ in statuses} == {200}
-        context = ssl.create_default_context(cadata=authorities.decode())
-        host, _, port = found.address.rpartition(":")
-        reader, writer = await asyncio.open_connection(
-            host, int(port), ssl=context, server_hostname=NAME
-        )
-        writer.write(b"POST /pods/mutate HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{")
+
+
+async def test_bodies_that_are_too_slow_are_refused(tmp_path: Path) -> None:
+    """The server goes on."""
+    async with with_files(tmp_path, body_seconds=0.2) as (_, caller):
+        reader, writer = await raw(caller)
+        writer.write(HEAD.format(9).encode() + b"{")
         assert b"408" in await asyncio.wait_for(reader.readline(), PATIENCE_SECONDS)
         writer.close()
         assert (await caller.ask("/healthz"))[0] == 200

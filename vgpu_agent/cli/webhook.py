@@ -185,7 +185,7 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         metavar="BYTES",
         type=_whole(_LEAST_BODY_BYTES, _MOST_BODY_BYTES),
         default=8 * 1024 * 1024,
-        help="the largest request (default 8 MiB)",
+        help="a larger request is denied (default 8 MiB)",
     )
 
 

@@ -15,15 +15,17 @@ import msgspec
 from vgpu_agent.errors import RequestRefusedError, quoted, shortened
 
 VERSIONS = ("admission.k8s.io/v1", "admission.k8s.io/v1beta1")
-_KIND = "AdmissionReview"
+KIND = "AdmissionReview"
 _LONGEST_ERROR = 500
 _LONGEST_MESSAGE = 2000
 _LONGEST_WARNING = 240  # the API server cuts them at 256
 _MAX_WARNINGS = 8
-_FORBIDDEN, _BAD_REQUEST = 403, 400
-# The API server writes the request's UID before everything else of it.
+FORBIDDEN, BAD_REQUEST, TOO_LARGE = 403, 400, 413
+# The API server writes the version first, and the request's UID before everything else of it.
+_VERSION = re.compile(rb'"apiVersion"\s*:\s*"(admission\.k8s\.io/v1(?:beta1)?)"')
 _UID = re.compile(rb'"uid"\s*:\s*"([0-9A-Za-z-]{1,128})"')
-_UID_WITHIN_BYTES = 1024
+START_BYTES = 1024
+"""Within so many bytes of a review are its version and its UID."""
 
 Operation = dict[str, Any]
 """One operation of a JSON Patch (RFC 6902)."""
@@ -115,11 +117,7 @@ def read_review(body: bytes) -> Review:
     try:
         envelope = msgspec.json.decode(body, type=_Envelope)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
-        found = _UID.search(body[:_UID_WITHIN_BYTES])
-        return Review(
-            uid=found[1].decode() if found else "",
-            problem=f"no {_KIND}: {shortened(str(err), _LONGEST_ERROR)}",
-        )
+        return cut_review(body, f"no {KIND}: {shortened(str(err), _LONGEST_ERROR)}")
     review = Review()
     if envelope.api_version in VERSIONS:
         review.version = envelope.api_version
@@ -133,20 +131,30 @@ def read_review(body: bytes) -> Review:
     return review
 
 
+def cut_review(start: bytes, problem: str) -> Review:
+    """Return what the first bytes of a review tell about it: what an answer needs."""
+    version, uid = (pattern.search(start[:START_BYTES]) for pattern in (_VERSION, _UID))
+    return Review(
+        version=version[1].decode() if version else VERSIONS[0],
+        uid=uid[1].decode() if uid else "",
+        problem=problem,
+    )
+
+
 def _request(envelope: _Envelope, raw: bytes) -> Request:
-    if envelope.kind != _KIND or envelope.api_version not in VERSIONS:
+    if envelope.kind != KIND or envelope.api_version not in VERSIONS:
         raise RequestRefusedError(
-            f"expected {_KIND} of {' or '.join(VERSIONS)}, got {quoted(envelope.kind, 80)} of "
+            f"expected {KIND} of {' or '.join(VERSIONS)}, got {quoted(envelope.kind, 80)} of "
             f"{quoted(envelope.api_version, 80)}; set admissionReviewVersions: [v1] in the webhook "
             "configuration"
         )
     if raw in {b"", b"null"}:
-        raise RequestRefusedError(f"no request in the {_KIND}")
+        raise RequestRefusedError(f"no request in the {KIND}")
     try:
         return msgspec.json.decode(raw, type=Request)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise RequestRefusedError(
-            f"the request of the {_KIND} cannot be read: {shortened(str(err), _LONGEST_ERROR)}"
+            f"the request of the {KIND} cannot be read: {shortened(str(err), _LONGEST_ERROR)}"
         ) from err
 
 
@@ -171,17 +179,17 @@ def allowed(
     return _encoded(review, response)
 
 
-def denied(review: Review, reason: str, *, malformed: bool = False) -> bytes:
+def denied(review: Review, reason: str, *, code: int = FORBIDDEN) -> bytes:
     """Return the answer that refuses the request.
 
     Args:
         review: the review.
         reason: the sentence that its user sees.
-        malformed: the request could not be read.
+        code: the HTTP status that its user gets.
     """
-    status = _Status(_BAD_REQUEST if malformed else _FORBIDDEN, shortened(reason, _LONGEST_MESSAGE))
+    status = _Status(code, shortened(reason, _LONGEST_MESSAGE))
     return _encoded(review, _Response(review.uid, allowed=False, status=status))
 
 
 def _encoded(review: Review, response: _Response) -> bytes:
-    return msgspec.json.encode(_Answer(review.version, _KIND, response))
+    return msgspec.json.encode(_Answer(review.version, KIND, response))

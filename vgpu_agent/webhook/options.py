@@ -6,7 +6,8 @@ import msgspec
 
 from vgpu_agent.webhook.new_pod import Pinned
 
-# A pod with 1.5 MiB, as large as etcd takes, comes twice where it is changed, and in JSON.
+# A pod with 1.5 MiB, as large as etcd takes, comes in JSON. Only one with very many < > & is larger
+# than this: they take six bytes each.
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
 
@@ -55,7 +56,7 @@ class Options(msgspec.Struct, frozen=True):
         watches_nodes: refuse requests that are larger than the largest Node there is.
         least_largest_node: GPUs of a Node that the cluster may get; a request of as many is never
             refused for its number.
-        max_body_bytes: of a review.
+        max_body_bytes: of a review; a larger one is refused.
         body_seconds: how long a review may take to arrive.
         drain_seconds: how long the server goes on after a signal to stop, so that the Service
             forgets it first.

@@ -14,7 +14,15 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
-from vgpu_agent.webhook.messages import allowed, denied, read_review
+from vgpu_agent.webhook.messages import (
+    BAD_REQUEST,
+    KIND,
+    TOO_LARGE,
+    allowed,
+    cut_review,
+    denied,
+    read_review,
+)
 from vgpu_agent.webhook.new_pod import NewPod, Pinned
 
 if TYPE_CHECKING:
@@ -25,7 +33,8 @@ if TYPE_CHECKING:
     from vgpu_agent.webhook.messages import Review
 
 MUTATE, VALIDATE = "mutate", "validate"
-ALLOWED, CHANGED, DENIED, UNREADABLE = "allowed", "changed", "denied", "unreadable"
+ALLOWED, CHANGED, DENIED = "allowed", "changed", "denied"
+UNREADABLE, LARGE = "unreadable", "too_large"
 
 
 class Reviewer:
@@ -65,6 +74,23 @@ class Reviewer:
         """Answer whether a new pod may be created."""
         return self._answer(VALIDATE, body, self._judged)
 
+    def too_large(self, verb: str, start: bytes, most_bytes: int, client: str) -> bytes:
+        """Refuse a review that is larger than ``most_bytes``.
+
+        Args:
+            verb: what was asked.
+            start: its first bytes, at least `START_BYTES`.
+            most_bytes: so many are read.
+            client: who has sent it.
+        """
+        problem = f"the {KIND} is larger than {most_bytes} bytes; make the pod smaller"
+        review = cut_review(start, problem)
+        self._journal.record(
+            "webhook.too_large", level="warning", verb=verb, uid=review.uid, client=client
+        )
+        self.counts[verb, LARGE] += 1
+        return denied(review, problem, code=TOO_LARGE)
+
     def _answer(
         self, verb: str, body: bytes, decide: Callable[[Review, NewPod], tuple[str, bytes]]
     ) -> bytes:
@@ -77,7 +103,7 @@ class Reviewer:
                 error = str(err)
         if error:
             self._journal.record("webhook.unreadable", level="warning", verb=verb, error=error)
-            outcome, answer = UNREADABLE, denied(review, error, malformed=True)
+            outcome, answer = UNREADABLE, denied(review, error, code=BAD_REQUEST)
         elif new is None:
             outcome, answer = ALLOWED, allowed(review)
         else:

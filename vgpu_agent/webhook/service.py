@@ -27,6 +27,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.web.address import Address, bind
 from vgpu_agent.web.certificate import Certificate
 from vgpu_agent.web.connections import Connections, bounded
+from vgpu_agent.webhook.bodies import Bodies
 from vgpu_agent.webhook.options import CertificateFiles, OwnCertificateOptions
 from vgpu_agent.webhook.review import MUTATE, VALIDATE, Reviewer
 
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# Larger bodies are read a few at a time, so that clients cannot fill the memory.
-_LARGE_BYTES, _LARGE_AT_ONCE = 256 * 1024, 4
 _MAX_CONNECTIONS = 256
 # The API server closes connections that it has not used for 90 seconds.
 _KEEP_ALIVE_SECONDS = 120.0
@@ -128,7 +127,7 @@ class Service:
             self._own = OwnCertificate(
                 options.certificate, self._api("--certificate-secret"), journal=self._journal
             )
-        self._large_bodies = asyncio.Semaphore(_LARGE_AT_ONCE)
+        self._bodies = Bodies(most_bytes=options.max_body_bytes, seconds=options.body_seconds)
         self._stopping = asyncio.Event()
         self.address = ""
 
@@ -241,37 +240,33 @@ class Service:
     # -- HTTP --------------------------------------------------------------------------------------
 
     def _application(self) -> web.Application:
-        application = web.Application(client_max_size=self._options.max_body_bytes)
+        application = web.Application()
         verbs = ((MUTATE, self._reviewer.mutate), (VALIDATE, self._reviewer.validate))
         for verb, answer in verbs:
-            application.router.add_post(f"/pods/{verb}", self._reviewed(answer))
+            application.router.add_post(f"/pods/{verb}", self._reviewed(verb, answer))
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/readyz", self._readyz)
         application.router.add_get("/metrics", self._metrics)
         application.router.add_get("/version", self._version)
         return application
 
-    def _reviewed(self, answer: Callable[[bytes], bytes]) -> Handler:
+    def _reviewed(self, verb: str, answer: Callable[[bytes], bytes]) -> Handler:
         async def handle(request: web.Request) -> web.Response:
+            client = request.remote or ""
             try:
-                async with asyncio.timeout(self._options.body_seconds):
-                    body = await self._body(request)
+                body = await self._bodies.read(request)
             except TimeoutError:
                 raise web.HTTPRequestTimeout(text="the review did not arrive in time") from None
-            found = _json(answer(body))
-            if self._stopping.is_set():
+            if body.whole:
+                found = _json(answer(body.content))
+            else:
+                most = self._options.max_body_bytes
+                found = _json(self._reviewer.too_large(verb, body.content, most, client))
+            if self._stopping.is_set() or not body.ended:
                 found.force_close()  # the next call goes to a replica that stays
             return found
 
         return handle
-
-    async def _body(self, request: web.Request) -> bytes:
-        """Read the body; too large a one is answered with 413."""
-        size = request.content_length
-        if size is not None and size <= _LARGE_BYTES:
-            return await request.read()
-        async with self._large_bodies:
-            return await request.read()
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
