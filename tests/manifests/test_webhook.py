@@ -170,6 +170,8 @@ def test_two_replicas_serve_at_any_time(found: dict[str, Any], pod: Any, options
     paths = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
     assert paths == {"liveness": "/healthz", "readiness": "/readyz"}
     assert {probe["httpGet"]["scheme"] for probe in probes.values()} == {"HTTPS"}
+    for kind in ("MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"):
+        assert found[kind]["webhooks"][0]["timeoutSeconds"] > options.body_seconds
     readiness = probes["readiness"]
     assert readiness["periodSeconds"] * readiness["failureThreshold"] < options.drain_seconds
     assert readiness["failureThreshold"] == 3  # one large pod must not make it unready

@@ -246,10 +246,14 @@ async def test_a_review_that_is_too_large_is_denied(tmp_path: Path) -> None:
         assert b'reviews_total{verb="mutate",outcome="too_large"} 1\n' in metrics
 
 
-async def raw(caller: Caller) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def raw(
+    caller: Caller, client: str = "127.0.0.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection over which a test writes what it likes."""
     host, _, port = caller.address.rpartition(":")
-    return await asyncio.open_connection(host, int(port), ssl=caller.context, server_hostname=NAME)
+    return await asyncio.open_connection(
+        host, int(port), ssl=caller.context, server_hostname=NAME, local_addr=(client, 0)
+    )
 
 
 HEAD = "POST /pods/mutate HTTP/1.1\r\nHost: h\r\nContent-Length: {}\r\n\r\n"
@@ -281,6 +285,23 @@ async def test_large_reviews_are_answered_a_few_at_a_time(tmp_path: Path) -> Non
         large = review(pod(container(), annotations={"a": "x" * 500_000}))
         statuses = await asyncio.gather(*(caller.ask("/pods/mutate", large) for _ in range(10)))
         assert {status for status, _ in statuses} == {200}
+
+
+async def test_stalled_large_reviews_of_one_client_do_not_hold_up_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither with what they have declared nor with what they have sent."""
+    monkeypatch.setattr("vgpu_agent.webhook.slots.UNDISTURBED_SECONDS", 0.1)
+    async with with_files(tmp_path, body_seconds=PATIENCE_SECONDS) as (_, caller):
+        stalled = [await raw(caller, "127.0.0.2") for _ in range(12)]
+        for place, (_, writer) in enumerate(stalled):
+            writer.write(HEAD.format(1_000_000).encode() + b"{" * (600_000 * (place % 2)))
+        large = review(pod(container(), annotations={"a": "x" * 500_000}))
+        async with asyncio.timeout(PATIENCE_SECONDS / 2):
+            for _ in range(6):
+                assert (await caller.ask("/pods/mutate", large))[0] == 200
+        for _, writer in stalled:
+            writer.transport.abort()
 
 
 async def test_bodies_that_are_too_slow_are_refused(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
 
 def _add_times(group: argparse._ArgumentGroup) -> None:
     for flag, default, text in (
-        ("--body-seconds", 10.0, "how long a request may take to arrive"),
+        ("--body-seconds", 4.0, "how long a request may take to arrive"),
         ("--drain-seconds", 5.0, "how long to go on after a signal to stop"),
         ("--stop-seconds", 10.0, "how long answers under way may take after that"),
     ):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.webhook.messages import START_BYTES
+from vgpu_agent.webhook.slots import Slots
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -39,12 +40,12 @@ class Body(msgspec.Struct, frozen=True):
 class Bodies:
     """Reads bodies of at most ``most_bytes``, each within ``seconds``.
 
-    State: how many large ones are being read.
+    State: the places of the large ones that are being read.
     """
 
     def __init__(self, *, most_bytes: int, seconds: float) -> None:
         self._most_bytes, self._seconds = most_bytes, seconds
-        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+        self._places = Slots(LARGE_AT_ONCE)
 
     async def read(self, request: web.Request) -> Body:
         """Return the body of ``request``. What is too much of it is read and dropped, since a
@@ -56,8 +57,8 @@ class Bodies:
         body = bytearray()
         whole = True
         try:
-            async with asyncio.timeout(self._seconds):
-                whole = await self._kept(request, body)
+            async with asyncio.timeout(self._seconds) as limit:
+                whole = await self._kept(request, body, limit)
                 if not whole:
                     del body[START_BYTES:]
                     async for _ in request.content.iter_any():
@@ -68,15 +69,19 @@ class Bodies:
             return Body(bytes(body), whole=False, ended=False)
         return Body(bytes(body), whole)
 
-    async def _kept(self, request: web.Request, body: bytearray) -> bool:
+    async def _kept(self, request: web.Request, body: bytearray, limit: asyncio.Timeout) -> bool:
         """Append to ``body`` until there is too much; tell whether that is the whole of it."""
-        size = request.content_length
         # of one that is going to be too large, only the start is of use
-        most = START_BYTES if (size or 0) > self._most_bytes else self._most_bytes
-        is_large = most > START_BYTES and (size is None or size > _LARGE_BYTES)
-        async with self._large if is_large else contextlib.nullcontext():
+        declared = request.content_length or 0
+        most = START_BYTES if declared > self._most_bytes else self._most_bytes
+        async with contextlib.AsyncExitStack() as place:
+            is_large = False
             async for chunk in request.content.iter_any():
                 body += chunk
                 if len(body) > most:
                     return False
+                # What is only declared takes no memory, and so no place.
+                if len(body) > _LARGE_BYTES and not is_large:
+                    await place.enter_async_context(self._places.held(request.remote or "", limit))
+                    is_large = True
         return True

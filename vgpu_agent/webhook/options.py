@@ -9,6 +9,8 @@ from vgpu_agent.webhook.new_pod import Pinned
 # A pod with 1.5 MiB, as large as etcd takes, comes in JSON. Only one with very many < > & is larger
 # than this: they take six bytes each.
 MAX_BODY_BYTES = 8 * 1024 * 1024
+# Less than timeoutSeconds of the webhook configurations: nobody waits for a later answer.
+BODY_SECONDS = 4.0
 
 
 class OwnCertificateOptions(msgspec.Struct, frozen=True):
@@ -70,6 +72,6 @@ class Options(msgspec.Struct, frozen=True):
     watches_nodes: bool = True
     least_largest_node: int = 0
     max_body_bytes: int = MAX_BODY_BYTES
-    body_seconds: float = 10.0
+    body_seconds: float = BODY_SECONDS
     drain_seconds: float = 5.0
     stop_seconds: float = 10.0
