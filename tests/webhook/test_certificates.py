@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from vgpu_agent.errors import CertificateError
 from vgpu_agent.webhook import certificates
@@ -107,6 +109,77 @@ def test_names_and_times_are_checked() -> None:
     """A Service may be renamed, and a replica may have been off for a year."""
     assert certificates.problem(FIRST, ("new.ns.svc", *NAMES), NOW) == "it is not for new.ns.svc"
     assert certificates.problem(FIRST, NAMES, NOW + 91 * DAY) == "it has expired"
+
+
+@pytest.mark.parametrize("hours", [2, 30 * 24])
+def test_what_a_clock_that_is_ahead_has_made_is_not_used_yet(hours: int) -> None:
+    """The API server would refuse it, and every replica would be ready."""
+    ahead = NOW + hours * 3600
+    made_ahead = certificates.made(NAMES, ahead)
+    assert certificates.problem(made_ahead, NAMES, NOW) == "it is not valid yet"
+    assert certificates.problem(made_ahead, NAMES, ahead) == ""
+    renewed = certificates.made(NAMES, ahead, FIRST)  # the authority is good
+    assert certificates.problem(renewed, NAMES, NOW) == "it is not valid yet"
+    served = certificates.made(NAMES, NOW, made_ahead)  # the certificate is good
+    assert certificates.problem(served, NAMES, NOW) == "its authority is not valid yet"
+
+
+def test_clocks_may_differ_a_little() -> None:
+    """Certificates begin an hour early; more than that and some minutes is a wrong clock."""
+    assert certificates.problem(certificates.made(NAMES, NOW + 3600 + 240), NAMES, NOW) == ""
+
+
+def der(tag: bytes, content: bytes) -> bytes:
+    """A value of ASN.1."""
+    size = len(content)
+    length = bytes([size]) if size < 128 else b"\x82" + size.to_bytes(2, "big")
+    return tag + length + content
+
+
+def strange(before: bytes, after: bytes) -> bytes:
+    """The first certificate with other bytes in it, and a right signature of its authority."""
+    encoded = ssl.PEM_cert_to_DER_cert(FIRST.certificate.decode())
+    begin = encoded[4:]  # without the outer head
+    length = 4 + int.from_bytes(begin[2:4], "big")
+    assert before in begin[:length]
+    body = begin[:length].replace(before, after, 1)
+    key = serialization.load_pem_private_key(FIRST.authority_key, None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    by_ecdsa = bytes.fromhex("300a06082a8648ce3d040302")
+    signature = der(b"\x03", b"\0" + key.sign(body, ec.ECDSA(hashes.SHA256())))
+    return ssl.DER_cert_to_PEM_cert(der(b"\x30", body + by_ecdsa + signature)).encode()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07"),  # no such version
+        (b"\x55\x1d\x0e", b"\x55\x1d\x23"),  # the same extension twice
+        (b"\x82\x0bhook.ns.svc", b"\xa3\x0bhook.ns.svc"),  # a name of X.400
+        (bytes.fromhex("2a8648ce3d030107"), bytes.fromhex("2a8648ce3d030177")),  # no such curve
+        (bytes.fromhex("2a8648ce3d0201"), bytes.fromhex("2a8648ce3d0277")),  # no such key
+    ],
+)
+def test_a_strange_certificate_is_one_that_cannot_be_read(before: bytes, after: bytes) -> None:
+    """The library has errors of several families; one that passes restarts the loop for ever."""
+    assert (
+        certificates.problem(
+            msgspec.structs.replace(FIRST, certificate=strange(b"", b"")), NAMES, NOW
+        )
+        == ""
+    )
+    odd = strange(before, after)
+    found = certificates.problem(msgspec.structs.replace(FIRST, certificate=odd), NAMES, NOW)
+    assert found.startswith("it cannot be read: ")
+    found = certificates.problem(msgspec.structs.replace(FIRST, authorities=odd), NAMES, NOW)
+    assert found
+
+
+def test_a_strange_authority_cannot_sign() -> None:
+    """The error is ours, so that another authority is tried."""
+    odd = strange(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07")
+    with pytest.raises(CertificateError, match="no certificate can be made"):
+        certificates.made(NAMES, NOW, msgspec.structs.replace(FIRST, authorities=odd))
 
 
 def test_what_cannot_be_made_is_one_error() -> None:

@@ -30,8 +30,19 @@ CERTIFICATE_DAYS, CERTIFICATE_LEFT_DAYS = 90.0, 30.0
 _DAY_SECONDS = 86400.0
 # The clocks of the API server and of this machine may differ.
 _EARLIER_SECONDS = 3600.0
+# What begins later than that was made with a clock that is wrong by more than both together.
+_SKEW_SECONDS = 300.0
 _LONGEST_NAME = 64  # of a subject (RFC 5280)
 _LONGEST_ERROR = 200
+# What the library raises for texts of others; those of x509 have no family.
+_UNUSABLE = (
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
 
 
 class Certified(msgspec.Struct, frozen=True):
@@ -72,7 +83,7 @@ def made(names: Sequence[str], now: float, before: Certified | None = None) -> C
             authorities = [_authority(authority_key, names[0], now), *valid]
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _certificate(key, names, now, authorities[0], authority_key)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as err:
+    except _UNUSABLE as err:
         raise CertificateError(
             f"no certificate can be made: {shortened(str(err), _LONGEST_ERROR)}"
         ) from err
@@ -92,7 +103,9 @@ def problem(certified: Certified, names: Sequence[str], now: float) -> str:
         key, authority_key = _key_of(certified.key), _key_of(certified.authority_key)
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         certificate.verify_directly_issued_by(authorities[0])
-    except (ValueError, TypeError, UnsupportedAlgorithm) as err:
+        is_its_key = key.public_key() == certificate.public_key()
+        is_authority_key = authority_key.public_key() == authorities[0].public_key()
+    except _UNUSABLE as err:
         return f"it cannot be read: {shortened(str(err), _LONGEST_ERROR)}"
     except x509.ExtensionNotFound:
         return "it has no name"
@@ -100,13 +113,12 @@ def problem(certified: Certified, names: Sequence[str], now: float) -> str:
         return "its authority has not signed it"
     missing = set(names) - set(found.value.get_values_for_type(x509.DNSName))
     problems = (
-        ("its key is another one's", key.public_key() != certificate.public_key()),
-        (
-            "the key of its authority is another one's",
-            authority_key.public_key() != authorities[0].public_key(),
-        ),
+        ("its key is another one's", not is_its_key),
+        ("the key of its authority is another one's", not is_authority_key),
         (f"it is not for {', '.join(sorted(missing))}", bool(missing)),
         ("it has expired", _days_left(certificate, now) <= 0),
+        ("it is not valid yet", _begins_after(certificate, now)),
+        ("its authority is not valid yet", _begins_after(authorities[0], now)),
     )
     return next((text for text, is_so in problems if is_so), "")
 
@@ -221,6 +233,10 @@ def _subject(name: str) -> x509.Name:
 
 def _days_left(certificate: x509.Certificate, now: float) -> float:
     return (certificate.not_valid_after_utc.timestamp() - now) / _DAY_SECONDS
+
+
+def _begins_after(certificate: x509.Certificate, now: float) -> bool:
+    return certificate.not_valid_before_utc.timestamp() > now + _SKEW_SECONDS
 
 
 def _key_of(pem: bytes) -> ec.EllipticCurvePrivateKey:
