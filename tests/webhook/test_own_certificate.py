@@ -161,8 +161,10 @@ async def test_a_new_authority_is_published_before_it_is_served(world: World) ->
         await replica.round()
     assert replica._in_use == before
     await replica.round()
-    assert replica._in_use.certificate == world.secret["tls.crt"] != before.certificate
     assert world.bundles()[0] == world.secret["ca.crt"]
+    assert replica._in_use == before  # the API server may take a moment to see its configurations
+    await replica.round()
+    assert replica._in_use.certificate == world.secret["tls.crt"] != before.certificate
     assert world.secret["ca.crt"].endswith(before.authorities)
 
 
@@ -204,6 +206,67 @@ async def test_a_secret_that_was_emptied_gets_the_certificate_that_is_served(wor
     assert world.secret == before
 
 
+async def test_a_certificate_that_is_due_is_renewed_where_the_secret_was_emptied(
+    world: World,
+) -> None:
+    """By the authority in use, which the API server trusts."""
+    replica = world.replica()
+    await replica.round()
+    before = world.secret
+    world.server.objects.delete("secrets", "hook-tls", "ns")
+    world.now += 61 * DAY
+    await replica.round()
+    assert world.secret["ca.crt"] == before["ca.crt"]
+    assert world.secret["tls.crt"] != before["tls.crt"]
+    assert replica.expires_at == pytest.approx(world.now + 90 * DAY, abs=2)
+
+
+async def test_replicas_that_serve_the_former_certificate_stay_trusted(world: World) -> None:
+    """A replica that starts and finds nothing must not shut the others out; later, only what is in
+    the Secret is trusted.
+    """
+    old = world.replica()
+    await old.round()
+    before = world.secret["ca.crt"]
+    world.server.objects.delete("secrets", "hook-tls", "ns")
+    new = world.replica()
+    await new.round()
+    now = world.secret["ca.crt"]
+    assert now != before
+    await new.round()
+    assert world.bundles(KINDS[0]) == [now + before, b"x"]
+    assert world.bundles(KINDS[1]) == [now + before, b"x"]
+    await old.round()
+    assert old._in_use.authorities == before
+    await old.round()
+    assert old._in_use == new._in_use
+    world.now += 601
+    await old.round()
+    assert world.bundles(KINDS[0]) == world.bundles(KINDS[1]) == [now, b"x"]
+    world.server.requests.clear()
+    await new.round()
+    assert world.writes == []
+
+
+async def test_the_bundle_does_not_grow_without_end(world: World) -> None:
+    """The newest three stay, and what is no certificate does not."""
+    await world.replica().round()
+    oldest = world.secret["ca.crt"]
+    for _ in range(5):
+        world.now += 60
+        world.server.objects.delete("secrets", "hook-tls", "ns")
+        await world.replica().round()
+    (bundle, _) = world.bundles()
+    assert bundle.startswith(world.secret["ca.crt"])
+    assert bundle.count(b"BEGIN CERTIFICATE") == 4
+    assert oldest not in bundle
+    world.server.objects.patch(
+        KINDS[0], "hook", {"webhooks": [webhook("pods.hook", caBundle="bm9uZQ==")]}
+    )
+    await world.replica().round()
+    assert world.bundles() == [world.secret["ca.crt"]]
+
+
 async def test_a_replica_without_the_former_authority_makes_a_new_one(world: World) -> None:
     """Nobody else has its key."""
     await world.replica().round()
@@ -211,7 +274,7 @@ async def test_a_replica_without_the_former_authority_makes_a_new_one(world: Wor
     world.write_secret({**before, "ca.key": b"x"})
     await world.replica().round()
     assert world.secret["ca.crt"] != before["ca.crt"]
-    assert world.bundles()[0] == world.secret["ca.crt"]
+    assert world.bundles()[0] == world.secret["ca.crt"] + before["ca.crt"]
 
 
 async def test_a_bundle_that_somebody_took_away_is_written_again(world: World) -> None:
@@ -291,6 +354,29 @@ async def test_an_outage_is_logged_once_and_waited_for(
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+async def test_a_certificate_that_has_expired_is_trouble(world: World) -> None:
+    """Only what cannot be renewed expires; the reason is said to whoever asks."""
+    replica = world.replica()
+    await replica.round()
+    world.now += 89 * DAY
+    assert replica.trouble == ""
+    await world.server.down()
+    running = asyncio.ensure_future(replica.run(lambda: None))
+    try:
+        await eventually(lambda: replica._journal.entries[-1].event == "webhook.certificate_failed")
+        assert replica.trouble == ""
+        world.now += 2 * DAY
+        assert replica.trouble.startswith("the certificate has expired and was not renewed: ")
+        assert "cannot be reached" in replica.trouble
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    await world.server.up()
+    await replica.round()
+    assert replica.trouble == ""
 
 
 async def test_no_secret_is_in_the_log(world: World) -> None:

@@ -165,7 +165,7 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
         )
         server.objects.patch("secrets", "hook-tls", {"data": data}, "ns")
         await eventually(lambda: found._own and found._own._in_use == renewed)
-        assert bundle(server) == renewed.authorities
+        assert bundle(server) == renewed.authorities + first
         assert (await Caller(found.address, renewed.authorities).ask("/healthz"))[0] == 200
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await Caller(found.address, first).ask("/healthz")

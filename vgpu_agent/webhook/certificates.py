@@ -32,6 +32,8 @@ _DAY_SECONDS = 86400.0
 _EARLIER_SECONDS = 3600.0
 # What begins later than that was made with a clock that is wrong by more than both together.
 _SKEW_SECONDS = 300.0
+# Authorities in a bundle that are not in the Secret: each replica that starts may have made one.
+_MOST_OTHERS = 3
 _LONGEST_NAME = 64  # of a subject (RFC 5280)
 _LONGEST_ERROR = 200
 # What the library raises for texts of others; those of x509 have no family.
@@ -131,6 +133,23 @@ def is_due(certified: Certified, now: float) -> bool:
         _days_left(authority, now) <= AUTHORITY_LEFT_DAYS
         or _days_left(certificate, now) <= CERTIFICATE_LEFT_DAYS
     )
+
+
+def bundle_of(authorities: bytes, present: bytes, now: float) -> bytes:
+    """Return authorities in PEM, then others that a bundle has at present: the newest few of those
+    that are still valid. What cannot be read of the present bundle is dropped.
+    """
+    first = x509.load_pem_x509_certificates(authorities)
+    try:
+        others = [
+            one
+            for one in x509.load_pem_x509_certificates(present)
+            if one not in first and _days_left(one, now) > 0
+        ]
+    except _UNUSABLE:
+        others = []
+    others.sort(key=lambda one: one.not_valid_before_utc, reverse=True)
+    return authorities + b"".join(map(_pem, others[:_MOST_OTHERS]))
 
 
 def expires_at(certified: Certified) -> float:

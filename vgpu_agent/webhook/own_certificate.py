@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LOOK_SECONDS, RETRY_SECONDS = 30.0, 5.0
 # A failure that goes on is logged again after this time.
 _AGAIN_SECONDS = 3600.0
+# How long after a change of the authorities those of before stay trusted. Replicas that follow need
+# two rounds, and some more where the API server is slow.
+_KEEP_SECONDS = 600.0
 _CONFLICT, _NOT_FOUND = 409, 404
 # Each conflict means that another replica has written, and there are two or three.
 _MAX_TRIES = 5
@@ -57,12 +60,9 @@ class _Secret(msgspec.Struct):
 class OwnCertificate:
     """See the module; `run` is the loop, `context` is for each new connection.
 
-    State: the certificate in use. Until the first round has succeeded, it is one that no other
-    replica has, so that probes are answered.
-
-    Attributes:
-        trouble: why the API server cannot call; empty once it can. A later failure does not count
-            while the certificate in use is valid.
+    State: the certificate in use, the authorities in the Secret and since when they are known, and
+    those that the configurations had after the last round. Until the first round has succeeded, the
+    certificate is one that no other replica has, so that probes are answered.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class OwnCertificate:
         self._options, self._api, self._journal, self._clock = options, api, journal, clock
         self._in_use = certificates.made(options.names, clock())
         self._context = certificates.context_of(self._in_use)
-        self._is_published = False
-        self.trouble = "the certificate has not been agreed upon with the other replicas yet"
+        self._authorities, self._known_since = b"", 0.0
+        self._published = b""
+        self._error = "it has not been agreed upon with the other replicas yet"
         self._failures = ChangeFilter(again_seconds=_AGAIN_SECONDS)
 
     async def context(self) -> ssl.SSLContext:
@@ -93,6 +94,20 @@ class OwnCertificate:
     def expires_at(self) -> float:
         """The unix seconds at which the certificate in use expires."""
         return certificates.expires_at(self._in_use)
+
+    @property
+    def trouble(self) -> str:
+        """Why the API server cannot call; empty once it can. A later failure does not count while
+        the certificate in use is valid.
+        """
+        if not self._published:
+            return f"the API server does not trust the certificate yet: {self._error}"
+        if self.expires_at <= self._clock():
+            return (
+                "the certificate has expired and was not renewed: "
+                f"{self._error or 'it is to be renewed soon'}"
+            )
+        return ""
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Keep Secret and configurations as they should be, until cancelled; ``beat`` is called in
@@ -111,8 +126,7 @@ class OwnCertificate:
                 await asyncio.sleep(LOOK_SECONDS)
 
     def _failed(self, error: str) -> None:
-        if not self._is_published:
-            self.trouble = error
+        self._error = error
         if self._failures.is_new("round", error, now=self._clock()):
             self._journal.record(
                 "webhook.certificate_failed",
@@ -129,26 +143,29 @@ class OwnCertificate:
             CertificateError: no certificate can be made.
         """
         stored = await self._stored()
-        if self._may_be_served_at_once(stored):
+        if stored.authorities != self._authorities:
+            self._authorities, self._known_since = stored.authorities, self._clock()
+        if self._may_be_served(stored):
             await self._serve(stored)
         wanted = [(kind, name) for name in self._options.configurations for kind in KINDS]
-        found = [await self._publish(kind, name, stored.authorities) for kind, name in wanted]
+        found = [await self._publish(kind, name) for kind, name in wanted]
         if not any(found):
             raise ClusterError(
                 f"there is no webhook configuration {listed(self._options.configurations)}, so the "
                 "API server never calls; apply components/webhook, or correct "
                 "--webhook-configurations"
             )
-        await self._serve(stored)
-        self._is_published, self.trouble = True, ""
+        self._published, self._error = stored.authorities, ""
 
-    def _may_be_served_at_once(self, stored: Certified) -> bool:
+    def _may_be_served(self, stored: Certified) -> bool:
         """Tell whether the API server trusts a certificate as far as it trusts the present one.
 
-        One with a new authority waits until the configurations have that, unless nothing that the
-        API server trusts is served anyway.
+        One with a new authority waits for the round after the one in which the configurations got
+        that, because each API server takes a moment to see them. It does not wait where nothing
+        that the API server trusts is served anyway.
         """
-        return not self._is_published or stored.authorities == self._in_use.authorities
+        trusted = (self._in_use.authorities, self._published)
+        return not self._published or stored.authorities in trusted
 
     async def _serve(self, stored: Certified) -> None:
         if stored != self._in_use:
@@ -167,7 +184,7 @@ class OwnCertificate:
             if found is None:
                 wanted = self._in_use  # which the API server trusts, if the Secret was emptied
                 if certificates.is_due(wanted, now):
-                    wanted = await asyncio.to_thread(certificates.made, names, now)
+                    wanted = await asyncio.to_thread(certificates.made, names, now, wanted)
             elif problem := await asyncio.to_thread(certificates.problem, found, names, now):
                 self._journal.record(
                     "webhook.certificate_unusable",
@@ -249,12 +266,11 @@ class OwnCertificate:
 
     # -- the configurations ------------------------------------------------------------------------
 
-    async def _publish(self, kind: str, name: str, authorities: bytes) -> bool:
-        """Let the API server trust these authorities where it calls this Service; tell whether
+    async def _publish(self, kind: str, name: str) -> bool:
+        """Let the API server trust the authorities where it calls this Service; tell whether
         there is such a configuration, since an operator may want only one of the two kinds.
         """
         path = webhook_configuration_path(kind, name)
-        bundle = base64.b64encode(authorities).decode()
         for _ in range(_MAX_TRIES):
             try:
                 raw = await self._api.get(path)
@@ -263,7 +279,7 @@ class OwnCertificate:
                     return False
                 raise
             found = _decoded(raw, dict[str, Any], path)
-            webhooks, ours, changed = self._with_bundle(found.get("webhooks"), bundle)
+            webhooks, ours, changed = self._with_bundle(found.get("webhooks"))
             if not ours:
                 raise ClusterError(
                     f"no webhook of {kind} configuration {name} calls Service "
@@ -289,8 +305,8 @@ class OwnCertificate:
             "that restores it"
         )
 
-    def _with_bundle(self, webhooks: object, bundle: str) -> tuple[list[Any], bool, bool]:
-        """Return all webhooks, ours with ``bundle``; whether one is ours; whether one has changed.
+    def _with_bundle(self, webhooks: object) -> tuple[list[Any], bool, bool]:
+        """Return all webhooks, ours with the bundle; whether one is ours; whether one has changed.
 
         A merge patch replaces a list as a whole, so the others are in it as they are.
         """
@@ -307,12 +323,23 @@ class OwnCertificate:
                 after.append(webhook)
                 continue
             ours = True
+            bundle = self._bundle(client.get("caBundle"))
             if client.get("caBundle") == bundle:
                 after.append(webhook)
                 continue
             changed = True
             after.append({**found, "clientConfig": {**client, "caBundle": bundle}})
         return after, ours, changed
+
+    def _bundle(self, present: object) -> str:
+        """Return ``caBundle``: what is trusted at present stays for a while, since other replicas
+        serve the certificate of before until their next rounds.
+        """
+        now, authorities = self._clock(), self._authorities
+        if isinstance(present, str) and now - self._known_since < _KEEP_SECONDS:
+            with contextlib.suppress(ValueError):
+                authorities = certificates.bundle_of(authorities, base64.b64decode(present), now)
+        return base64.b64encode(authorities).decode()
 
 
 def _certified(data: Mapping[str, str]) -> Certified | None:
