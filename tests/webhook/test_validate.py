@@ -136,6 +136,13 @@ def test_what_may_fit_is_admitted(largest: LargestNode) -> None:
             ),
         ),
         (
+            words(stuck_grace_period="30S"),
+            (
+                "nvidia.com/stuck-grace-period: '30S' is unknown, expected a time of at "
+                "least 1s, such as 30s or 2m"
+            ),
+        ),
+        (
             words(include_gpu_type="A100,H100", exclude_gpu_type="nvidia,H100,100"),
             (
                 "nvidia.com/exclude-gpu-type excludes every GPU that nvidia.com/include-gpu-type "
@@ -183,6 +190,8 @@ def test_words_that_mean_nothing_are_refused(given: Any, sentence: str) -> None:
         words(cross_pod_topology="TRUE", device_topology_mode="link"),
         words(stuck_grace_period="1m30s", vgpu_compute_policy="balance"),
         words(stuck_grace_period="1500ms"),
+        words(stuck_grace_period="+30s"),
+        words(stuck_grace_period="30000000000ns"),
         words(include_gpu_type="A100", exclude_gpu_type="A10"),
         words(include_gpu_type="A100,H100", exclude_gpu_type="H100"),
         words(include_gpu_uuid=f"{U0},{U1}"),
@@ -221,6 +230,19 @@ def test_who_opts_out_is_not_judged() -> None:
     """vgpu-manager §4.1."""
     label = {"vgpu-manager.io/ignore-webhook": "true"}
     assert denial(pod(container(number="99"), labels=label)) == ""
+
+
+def test_the_mirror_of_a_static_pod_is_judged_for_its_state_only() -> None:
+    """The kubelet runs the pod anyway; without its mirror, schedulers do not see its GPUs."""
+    mirror = {"kubernetes.io/config.mirror": "x", "nvidia.com/device-scheduler-policy": "binpak"}
+    given = pod(container(number="99"), annotations=mirror)
+    assert "warnings" not in judged(given)
+    assert denial(given) == ""
+    given["metadata"]["annotations"]["nvidia.com/pre-allocated"] = "x"
+    assert denial(given) == (
+        "pod default/train: nvidia.com/pre-allocated is written by schedulers and by agents only; "
+        "remove it from the pod"
+    )
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class VgpuManagerAdmission:
         """
         annotations: dict[str, str | None] = dict.fromkeys(self._state_in(pod.annotations))
         labels = dict.fromkeys(self._state_in(pod.labels))
-        if self._opts_out(pod) or MIRROR_POD in pod.annotations:
+        if self._is_left_alone(pod):
             return PodChanges(annotations, labels)
         limits = tuple(self._completed(container) for container in pod.containers)
         numbers = [
@@ -127,20 +127,26 @@ class VgpuManagerAdmission:
         keys = self._keys
         yield from (key for key in (*keys.state_annotations, *keys.state_labels) if key in texts)
 
-    def _opts_out(self, pod: Pod) -> bool:
-        return pod.labels.get(IGNORE_WEBHOOK_LABEL) == "true"
+    def _is_left_alone(self, pod: Pod) -> bool:
+        opts_out = pod.labels.get(IGNORE_WEBHOOK_LABEL) == "true"
+        return opts_out or MIRROR_POD in pod.annotations
 
     # -- judgement ---------------------------------------------------------------------------------
 
     def judge(self, pod: Pod, largest: LargestNode) -> Judgement:
-        """Return what no Node can ever serve, and state that `changes` would have taken off."""
+        """Return what no Node can ever serve, and state that `changes` would have taken off.
+
+        Of a pod that opts out, and of the mirror of a static pod, only state counts. The kubelet
+        runs a static pod whether there is a mirror or not, and without one schedulers do not see
+        the cards that it has.
+        """
         where = f"pod {pod.full_name}"
         forged = [*self._state_in(pod.annotations), *self._state_in(pod.labels)]
         refusals = [
             f"{where}: {key} is written by schedulers and by agents only; remove it from the pod"
             for key in forged
         ]
-        if self._opts_out(pod):
+        if self._is_left_alone(pod):
             return Judgement(tuple(refusals))
         if not any(asks(container, self._keys) for container in pod.containers):
             return Judgement(tuple(refusals), tuple(self._in_vain(pod)))

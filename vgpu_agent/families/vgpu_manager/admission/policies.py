@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 _SHOWN = 40  # characters of a wrong word
 _SWITCH = ("true", "false")
-# Go's time.ParseDuration, without a sign
-_PART = re.compile(
-    r"(?P<number>[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})(?P<unit>ns|us|µs|μs|ms|s|m|h)"
-)
+# Go's time.ParseDuration; a minus is left out, since no duration here may be negative
+_PART = re.compile(r"(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<unit>ns|us|µs|μs|ms|s|m|h)")
+_MOST_SECONDS = 2**63 // 10**9  # Go counts nanoseconds in 64 bits
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 0.001, "s": 1.0}
 _UNIT_SECONDS |= {"m": 60.0, "h": 3600.0}
 _LONGEST_DURATION = 64
@@ -42,18 +41,20 @@ class Rule(msgspec.Struct, frozen=True):
 
     Attributes:
         words: all of them, or examples.
-        accepts: tells whether a text in small letters is one.
+        accepts: tells whether a text is one.
         expected: of which kind they are, for people.
+        any_case: whether `accepts` gets the text in small letters.
     """
 
     words: tuple[str, ...]
     accepts: Callable[[str], bool]
     expected: str
+    any_case: bool = True
 
     def allows(self, text: str) -> bool:
-        """Tell whether schedulers know the text; one without letters counts as no annotation."""
-        low = text.strip().lower()
-        return not low or self.accepts(low)
+        """Tell whether schedulers know the text; a blank one counts as no annotation."""
+        word = text.strip()
+        return not word or self.accepts(word.lower() if self.any_case else word)
 
     def complaint(self, text: str) -> str:
         """Return what is wrong with a text that is not allowed, and the remedy."""
@@ -78,8 +79,9 @@ def rules(keys: Keys) -> Mapping[str, Rule]:
         keys.compute_policy: _one_of(*(policy.value for policy in ComputePolicy)),
         keys.stuck_grace: Rule(
             (),
-            lambda low: seconds_of(low) >= _LEAST_GRACE_SECONDS,
+            lambda text: seconds_of(text) >= _LEAST_GRACE_SECONDS,
             "a time of at least 1s, such as 30s or 2m",
+            any_case=False,
         ),
     }
 
@@ -90,15 +92,17 @@ def is_true(text: str) -> bool:
 
 
 def seconds_of(duration: str) -> float:
-    """Return the seconds in a duration as Go writes it (``1m30s``); -1 where it is none."""
-    place, seconds = 0, 0.0
+    """Return the seconds in a duration as Go reads it (``1m30s``); -1 where it is none."""
+    seconds = 0.0
+    begin = place = int(duration.startswith("+"))
     while place < len(duration) <= _LONGEST_DURATION:
         found = _PART.match(duration, place)
         if found is None:
             return -1.0
         seconds += float(found["number"]) * _UNIT_SECONDS[found["unit"]]
         place = found.end()
-    return seconds if place and place == len(duration) else -1.0
+    is_whole = begin < place == len(duration)
+    return seconds if is_whole and seconds <= _MOST_SECONDS else -1.0
 
 
 def contradictions(demand: Demand, keys: Keys) -> Iterator[str]:
