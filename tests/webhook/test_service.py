@@ -29,7 +29,7 @@ from tests.webhook.reviews import container, patched, pod, response, review
 from tests.webhook.test_own_certificate import KINDS, OPTIONS, webhook
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.errors import ConfigError, ListenError
-from vgpu_agent.families.admission import AdmissionOptions
+from vgpu_agent.families.admission import AdmissionOptions, LargestNode
 from vgpu_agent.families.vgpu_manager.admission.family import build
 from vgpu_agent.sim.api.server import ApiServer
 from vgpu_agent.webhook import certificates
@@ -122,9 +122,11 @@ async def test_the_api_server_calls_over_tls_with_the_bundle_it_was_given(
         after = patched(given, answer)
         assert after["spec"]["schedulerName"] == "vgpu-scheduler"
         assert after["metadata"]["annotations"] == {}
-        status, answer = await caller.ask("/pods/validate", review(pod(container(number="3"))))
+        status, answer = await caller.ask("/pods/validate", review(pod(container(number="17"))))
         assert (status, response(answer)["allowed"]) == (200, False)
-        assert "the largest Node has 2 GPUs" in response(answer)["status"]["message"]
+        _, answer = await caller.ask("/pods/validate", review(pod(container(number="3"))))
+        (warning,) = response(answer)["warnings"]
+        assert "the largest Node that was seen has 2 GPUs" in warning
         assert (await caller.ask("/readyz"))[0] == 200
         _, metrics = await caller.ask("/metrics")
         assert b'reviews_total{verb="mutate",outcome="changed"} 1\n' in metrics
@@ -341,12 +343,19 @@ async def test_the_largest_node_is_what_was_seen_or_what_may_come(server: ApiSer
     options = own(least_largest_node=8)
     async with serving(options, server.url) as found:
         await eventually(lambda: found._largest().gpus == 8)
-        assert found._largest().memory_units == 24576
+        assert found._largest() == LargestNode(8, 24576, is_bound=True)
         server.objects.delete("nodes", "n1")
         texts = node_texts([entry(place, memory=81920) for place in range(16)])
         server.objects.create("nodes", {"metadata": {"name": "n2", "annotations": texts}})
-        await eventually(lambda: found._largest().gpus == 16)
-        assert found._largest().memory_units == 81920
+        await eventually(lambda: found._largest() == LargestNode(16, 81920, is_bound=True))
+
+
+def test_the_largest_node_that_the_operator_names_counts_by_itself(tmp_path: Path) -> None:
+    """Without a watch, and where all Nodes with GPUs are away."""
+    files, _ = write(tmp_path)
+    options = Options(files, watches_nodes=False, least_largest_node=8)
+    assert Service(options, FAMILY, None)._largest() == LargestNode(8, is_bound=True)
+    assert Service(Options(files, watches_nodes=False), FAMILY, None)._largest() == LargestNode()
 
 
 def test_a_certificate_in_files_does_not_load_cryptography() -> None:

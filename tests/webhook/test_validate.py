@@ -13,16 +13,17 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.webhook.review import Reviewer
 
 U0, U1 = (f"GPU-49aa2e6a-33f3-99dd-e08b-ea4beb0e0d2{place}" for place in (8, 9))
-LARGEST = LargestNode(gpus=8, memory_units=24576)
+SEEN = LargestNode(gpus=8, memory_units=24576)
+BOUND = LargestNode(gpus=8, memory_units=24576, is_bound=True)
 
 
-def judged(given: Any, largest: LargestNode = LARGEST) -> dict[str, Any]:
+def judged(given: Any, largest: LargestNode = BOUND) -> dict[str, Any]:
     """The response to a pod that is to be validated."""
     found = Reviewer(build(AdmissionOptions()), journal=Journal(), largest=lambda: largest)
     return response(found.validate(review(given)))
 
 
-def denial(given: Any, largest: LargestNode = LARGEST) -> str:
+def denial(given: Any, largest: LargestNode = BOUND) -> str:
     """The sentence; empty for a pod that is admitted."""
     found = judged(given, largest)
     return "" if found["allowed"] else str(found["status"]["message"])
@@ -52,8 +53,8 @@ def words(**annotations: str) -> Any:
         (
             {"number": "1", "memory": "16Gi"},
             (
-                "nvidia.com/vgpu-memory is 17179869184, and the "
-                "largest GPU has 24576; ask for at most 24576, without Mi or Gi"
+                "nvidia.com/vgpu-memory is 17179869184, more than any GPU has; "
+                "expected a plain number such as 3000, without Mi or Gi"
             ),
         ),
         (
@@ -82,7 +83,39 @@ def test_amounts_that_no_node_has_are_refused(
     assert denial(given) == f"pod default/train, container main: {sentence}"
 
 
-@pytest.mark.parametrize("largest", [LargestNode(), LargestNode(16, 2**40)])
+@pytest.mark.parametrize(
+    ("limits", "largest", "warning"),
+    [
+        (
+            {"number": 9, "cores": "5"},
+            SEEN,
+            "nvidia.com/vgpu-number is 9, and the largest Node that was seen has 8 GPUs",
+        ),
+        (
+            {"number": 1, "memory": 30000},
+            SEEN,
+            "nvidia.com/vgpu-memory is 30000, and the largest GPU that was seen has 24576",
+        ),
+        (
+            {"number": 1, "memory": 30000},
+            BOUND,
+            "nvidia.com/vgpu-memory is 30000, and the largest GPU that was seen has 24576",
+        ),
+    ],
+)
+def test_what_no_node_has_had_yet_is_a_warning(
+    limits: dict[str, Any], largest: LargestNode, warning: str
+) -> None:
+    """Replicas have not seen the same Nodes, and larger ones may come: a pool that is scaled to
+    zero, a Node under repair.
+    """
+    found = judged(pod(container(**limits)), largest)
+    assert found["allowed"]
+    waits = "the pod waits until there is a larger one"
+    assert found["warnings"] == [f"container 'main': {warning}; {waits}"]
+
+
+@pytest.mark.parametrize("largest", [LargestNode(), LargestNode(16, 2**40, is_bound=True)])
 def test_what_may_fit_is_admitted(largest: LargestNode) -> None:
     """Nodes that are not known yet, or large enough."""
     given = pod(container(number="16", cores="100", memory="81920"))

@@ -126,14 +126,15 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
         group,
         "--watch-nodes",
         default=True,
-        text="refuse pods that ask for more than the largest node or GPU that was seen",
+        text="warn of pods that ask for more than the largest node or GPU that was seen",
     )
     group.add_argument(
         "--largest-node",
         metavar="GPUS",
         type=_whole(0, _MOST_GPUS),
         default=0,
-        help="GPUs of a node that may be added: so many are never refused (default 0)",
+        help="GPUs of the largest node that there is or may come: pods that ask for more are "
+        "refused (default 0: they are admitted with a warning)",
     )
     group.add_argument(
         "--certificate-secret",

@@ -78,14 +78,21 @@ class LargestNode(msgspec.Struct, frozen=True):
     Attributes:
         gpus: on one Node.
         memory_units: of one GPU, in units of a request.
+        is_bound: no Node with more GPUs will come, as the operator has said. Otherwise this is what
+            was seen, which differs between replicas, and refuses nothing.
     """
 
     gpus: int = 0
     memory_units: int = 0
+    is_bound: bool = False
 
     def joined(self, other: LargestNode) -> LargestNode:
-        """Return the larger of each."""
-        return LargestNode(max(self.gpus, other.gpus), max(self.memory_units, other.memory_units))
+        """Return the larger of each, which is a bound if one of them is."""
+        return LargestNode(
+            max(self.gpus, other.gpus),
+            max(self.memory_units, other.memory_units),
+            is_bound=self.is_bound or other.is_bound,
+        )
 
 
 class AdmissionFamily(Protocol):

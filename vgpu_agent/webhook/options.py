@@ -55,9 +55,9 @@ class Options(msgspec.Struct, frozen=True):
         host: the address to listen on; empty for all of the machine.
         port: the port; 0 takes a free one.
         pinned: what becomes of ``spec.nodeName`` of pods that a scheduler must place.
-        watches_nodes: refuse requests that are larger than the largest Node there is.
-        least_largest_node: GPUs of a Node that the cluster may get; a request of as many is never
-            refused for its number.
+        watches_nodes: warn of requests that are larger than the largest Node that was seen.
+        least_largest_node: GPUs of the largest Node that there is or may come, unless a larger one
+            was seen; a request of more is refused. 0 where the operator does not say.
         max_body_bytes: of a review; a larger one is refused.
         body_seconds: how long a review may take to arrive.
         drain_seconds: how long the server goes on after a signal to stop, so that the Service

@@ -139,13 +139,12 @@ class Service:
         return self._client
 
     def _largest(self) -> LargestNode:
-        """Return what is known; before all Nodes were listed, nothing is."""
-        if self._nodes is None or not self._nodes.synced.is_set():
-            return LargestNode()
-        seen = self._sizes.seen
-        if not seen.gpus:
-            return LargestNode()
-        return seen.joined(LargestNode(gpus=self._options.least_largest_node))
+        """Return what is known; while Nodes are being listed, nothing is."""
+        stated = self._options.least_largest_node
+        bound = LargestNode(gpus=stated, is_bound=stated > 0)
+        if self._nodes is None:
+            return bound
+        return self._sizes.seen.joined(bound) if self._nodes.synced.is_set() else LargestNode()
 
     def stop(self) -> None:
         """Let `run` end."""

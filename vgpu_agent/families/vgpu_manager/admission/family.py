@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _WHOLE = 100  # percent of a card's compute
 _SHOWN = 40  # characters of a wrong word
+# 4 TiB in MiB. All amounts from 5Mi on are above, and are what somebody writes who does not know
+# that there is no unit.
+_MOST_MEMORY_UNITS = 1 << 22
 
 
 def build(options: AdmissionOptions) -> VgpuManagerAdmission:
@@ -155,15 +158,17 @@ class VgpuManagerAdmission:
             for key, rule in policies.rules(self._keys).items()
             if not rule.allows(pod.annotations.get(key, ""))
         ]
+        warnings = list(self._in_vain(pod))
         try:
             wanted = read_demand(pod, self._keys)
         except RequestRefusedError as err:
-            return Judgement((*refusals, str(err)), tuple(self._in_vain(pod)))
+            return Judgement((*refusals, str(err)), tuple(warnings))
         if wanted is not None:
             contradictions = policies.contradictions(wanted.demand, self._keys)
             refusals += [f"{where}: {problem}" for problem in contradictions]
             refusals += self._too_large(pod, wanted.demand, wanted.names, largest)
-        return Judgement(tuple(refusals), tuple(self._in_vain(pod)))
+            warnings += self._larger_than_seen(wanted.demand, wanted.names, largest)
+        return Judgement(tuple(refusals), tuple(warnings))
 
     def _too_large(
         self, pod: Pod, demand: Demand, names: tuple[str, ...], largest: LargestNode
@@ -171,16 +176,33 @@ class VgpuManagerAdmission:
         keys = self._keys
         for container, name in zip(demand.containers, names, strict=True):
             place = f"pod {pod.full_name}, container {name}"
-            if 0 < largest.gpus < container.number:
+            if largest.is_bound and largest.gpus < container.number:
                 yield (
                     f"{place}: {keys.number} is {container.number}, and the largest Node has "
                     f"{largest.gpus} GPUs; ask for at most {largest.gpus}"
                 )
+            if (container.memory_units or 0) > _MOST_MEMORY_UNITS:
+                yield (
+                    f"{place}: {keys.memory} is {container.memory_units}, more than any GPU has; "
+                    "expected a plain number such as 3000, without Mi or Gi"
+                )
+
+    def _larger_than_seen(
+        self, demand: Demand, names: tuple[str, ...], largest: LargestNode
+    ) -> Iterator[str]:
+        keys = self._keys
+        waits = "the pod waits until there is a larger one"
+        for container, name in zip(demand.containers, names, strict=True):
+            place = f"container {quoted(name, _SHOWN)}"
+            if not largest.is_bound and 0 < largest.gpus < container.number:
+                yield (
+                    f"{place}: {keys.number} is {container.number}, and the largest Node that was "
+                    f"seen has {largest.gpus} GPUs; {waits}"
+                )
             if 0 < largest.memory_units < (container.memory_units or 0):
                 yield (
-                    f"{place}: {keys.memory} is {container.memory_units}, and the largest GPU has "
-                    f"{largest.memory_units}; ask for at most {largest.memory_units}, without Mi "
-                    "or Gi"
+                    f"{place}: {keys.memory} is {container.memory_units}, and the largest GPU that "
+                    f"was seen has {largest.memory_units}; {waits}"
                 )
 
     def _in_vain(self, pod: Pod) -> Iterator[str]:
