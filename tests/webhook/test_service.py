@@ -149,6 +149,19 @@ async def test_a_replica_that_the_api_server_does_not_trust_is_not_ready(
         assert response(answer)["allowed"]  # no Node is known
 
 
+async def test_a_loop_that_is_stuck_is_not_healthy(tmp_path: Path) -> None:
+    """So the kubelet starts the replica again: nothing else would renew its certificate."""
+    files, authorities = await asyncio.to_thread(write, tmp_path)
+    options = Options(files, host="127.0.0.1", port=0, watches_nodes=False, **QUICK_STOP)
+    async with serving(options) as found:
+        caller = Caller(found.address, authorities)
+        assert await caller.ask("/healthz") == (200, b"ok\n")
+        assert found._supervisor
+        found._supervisor.start("one", lambda: asyncio.sleep(60), stuck_after_seconds=0.0)
+        await asyncio.sleep(0.01)
+        assert await caller.ask("/healthz") == (503, b"no heartbeat of: one\n")
+
+
 async def test_a_renewed_certificate_is_served_without_a_restart(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

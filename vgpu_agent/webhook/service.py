@@ -50,6 +50,8 @@ _MAX_CONNECTIONS = 256
 _KEEP_ALIVE_SECONDS = 120.0
 _BACKOFF_MIN_SECONDS, _BACKOFF_MAX_SECONDS = 1.0, 30.0
 _STUCK_SECONDS = 120.0
+# A round of the certificate is some calls, each of which may take its longest time, and a pause.
+_STUCK_ROUND_SECONDS = 360.0
 _TEXT = "text/plain; version=0.0.4"
 
 
@@ -129,6 +131,7 @@ class Service:
             )
         self._bodies = Bodies(most_bytes=options.max_body_bytes, seconds=options.body_seconds)
         self._stopping = asyncio.Event()
+        self._supervisor: Supervisor | None = None
         self.address = ""
 
     def _api(self, flag: str) -> ApiClient:
@@ -179,6 +182,7 @@ class Service:
             async with Supervisor(
                 backoff_min_seconds=_BACKOFF_MIN_SECONDS, backoff_max_seconds=_BACKOFF_MAX_SECONDS
             ) as supervisor:
+                self._supervisor = supervisor
                 self._start_loops(supervisor)
                 connections = await self._listen(runner)
                 await self._stopping.wait()
@@ -202,7 +206,7 @@ class Service:
             supervisor.start(
                 "certificate",
                 lambda: own.run(lambda: supervisor.beat("certificate")),
-                stuck_after_seconds=_STUCK_SECONDS,
+                stuck_after_seconds=_STUCK_ROUND_SECONDS,
             )
 
     async def _listen(self, runner: web.AppRunner) -> Connections:
@@ -268,6 +272,9 @@ class Service:
         return handle
 
     async def _healthz(self, _: web.Request) -> web.Response:
+        reports, now = self._supervisor.reports if self._supervisor else (), time.time()
+        if stuck := [report.name for report in reports if report.stuck_for(now)]:
+            return web.Response(text=f"no heartbeat of: {', '.join(stuck)}\n", status=503)
         return web.Response(text="ok\n")
 
     async def _readyz(self, _: web.Request) -> web.Response:
