@@ -59,7 +59,9 @@ _AT_WILL = frozenset(
         "grpc.connection_closed",
         "registry.not_accepted",
         "webhook.denied",
+        "webhook.failed",
         "webhook.too_large",
+        "webhook.too_slow",
         "webhook.unreadable",
     }
 )

@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.webhook.reviews import UID, V1, container, pod, response, review
 from tests.webhook.test_mutate import reviewer
+from vgpu_agent.families.admission import LargestNode
+from vgpu_agent.journal import Journal
+from vgpu_agent.webhook.review import Reviewer
 
 VERBS = ("mutate", "validate")
 NUMBER = "nvidia.com/vgpu-number"
@@ -96,6 +99,43 @@ def test_a_review_that_was_too_large_to_be_read_whole_is_refused(version: str) -
     assert found.counts == {(verb, "too_large"): 1 for verb in VERBS}
     nothing = response(found.too_large("mutate", b"{" * 99, 1, ""), uid="")
     assert not nothing["allowed"]
+
+
+class Broken:
+    """A family with a bug."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise LookupError(f"no {name}")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_bug_refuses_the_pod_and_leaves_a_trace(verb: str) -> None:
+    """A failed call would let the pod pass."""
+    journal = Journal()
+    found = Reviewer(Broken(), journal=journal, largest=LargestNode)
+    answer = response(getattr(found, verb)(review(pod(container(number="1")))))
+    assert not answer["allowed"]
+    assert answer["status"]["code"] == 500
+    assert "webhook.failed" in answer["status"]["message"]
+    assert found.counts == {(verb, "failed"): 1}
+    (entry,) = journal.entries
+    assert entry.event == "webhook.failed"
+    assert entry.facts["verb"] == verb
+    assert entry.facts["error"].startswith("LookupError: no ")
+    assert "in __getattr__" in entry.facts["traceback"][-1]
+
+
+def test_a_review_that_is_too_slow_leaves_a_trace() -> None:
+    """There is no answer that the API server would take."""
+    journal = Journal()
+    found = Reviewer(Broken(), journal=journal, largest=LargestNode)
+    found.too_slow("mutate", "10.0.0.1")
+    assert found.counts == {("mutate", "too_slow"): 1}
+    (entry,) = journal.entries
+    assert (entry.event, entry.facts) == (
+        "webhook.too_slow",
+        {"verb": "mutate", "client": "10.0.0.1"},
+    )
 
 
 @pytest.mark.parametrize(

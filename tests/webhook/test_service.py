@@ -326,7 +326,8 @@ async def test_bodies_that_are_too_slow_are_refused(tmp_path: Path) -> None:
         writer.write(HEAD.format(9).encode() + b"{")
         assert b"408" in await asyncio.wait_for(reader.readline(), PATIENCE_SECONDS)
         writer.close()
-        assert (await caller.ask("/healthz"))[0] == 200
+        _, metrics = await caller.ask("/metrics")
+        assert b'reviews_total{verb="mutate",outcome="too_slow"} 1\n' in metrics
 
 
 async def test_a_signal_to_stop_lets_the_service_forget_the_replica_first(

@@ -20,7 +20,7 @@ _LONGEST_ERROR = 500
 _LONGEST_MESSAGE = 2000
 _LONGEST_WARNING = 240  # the API server cuts them at 256
 _MAX_WARNINGS = 8
-FORBIDDEN, BAD_REQUEST, TOO_LARGE = 403, 400, 413
+FORBIDDEN, BAD_REQUEST, TOO_LARGE, INTERNAL_ERROR = 403, 400, 413, 500
 # The API server writes the version first, and the request's UID before everything else of it.
 _VERSION = re.compile(rb'"apiVersion"\s*:\s*"(admission\.k8s\.io/v1(?:beta1)?)"')
 _UID = re.compile(rb'"uid"\s*:\s*"([0-9A-Za-z-]{1,128})"')

@@ -5,17 +5,19 @@ Both take a review in JSON and return the answer in JSON, whatever comes. They j
 being created and nothing else: schedulers and agents change pods later, and what they write must
 stay. A review that cannot be read is refused with the reason. The API server sends none, so it
 comes from another client, or a tenant has found a pod that only the API server can read; to let
-that pass would let its state pass as well.
+that pass would let its state pass as well. A pod on which the code fails is refused, too.
 """
 
 from __future__ import annotations
 
 import collections
+import traceback
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.webhook.messages import (
     BAD_REQUEST,
+    INTERNAL_ERROR,
     KIND,
     TOO_LARGE,
     allowed,
@@ -32,9 +34,13 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.webhook.messages import Review
 
+    _Decide = Callable[[Review, NewPod], tuple[str, bytes]]
+
 MUTATE, VALIDATE = "mutate", "validate"
 ALLOWED, CHANGED, DENIED = "allowed", "changed", "denied"
-UNREADABLE, LARGE = "unreadable", "too_large"
+UNREADABLE, LARGE, SLOW, FAILED = "unreadable", "too_large", "too_slow", "failed"
+_FAILED_TEXT = "the webhook failed on this pod; its log has the reason (webhook.failed)"
+_LAST_FRAMES = 8
 
 
 class Reviewer:
@@ -91,10 +97,28 @@ class Reviewer:
         self.counts[verb, LARGE] += 1
         return denied(review, problem, code=TOO_LARGE)
 
-    def _answer(
-        self, verb: str, body: bytes, decide: Callable[[Review, NewPod], tuple[str, bytes]]
-    ) -> bytes:
+    def too_slow(self, verb: str, client: str) -> None:
+        """Take note of a review of ``client`` that did not arrive in time."""
+        self._journal.record("webhook.too_slow", level="warning", verb=verb, client=client)
+        self.counts[verb, SLOW] += 1
+
+    def _answer(self, verb: str, body: bytes, decide: _Decide) -> bytes:
         review = read_review(body)
+        try:
+            outcome, answer = self._outcome(verb, review, decide)
+        except Exception as err:  # noqa: BLE001 - a failed call could let the pod pass unchecked
+            self._journal.record(
+                "webhook.failed",
+                level="error",
+                verb=verb,
+                error=f"{type(err).__name__}: {err}",
+                traceback=traceback.format_tb(err.__traceback__, limit=-_LAST_FRAMES),
+            )
+            outcome, answer = FAILED, denied(review, _FAILED_TEXT, code=INTERNAL_ERROR)
+        self.counts[verb, outcome] += 1
+        return answer
+
+    def _outcome(self, verb: str, review: Review, decide: _Decide) -> tuple[str, bytes]:
         error, new = review.problem, None
         if review.request is not None and review.request.is_new_pod:
             try:
@@ -103,13 +127,10 @@ class Reviewer:
                 error = str(err)
         if error:
             self._journal.record("webhook.unreadable", level="warning", verb=verb, error=error)
-            outcome, answer = UNREADABLE, denied(review, error, code=BAD_REQUEST)
-        elif new is None:
-            outcome, answer = ALLOWED, allowed(review)
-        else:
-            outcome, answer = decide(review, new)
-        self.counts[verb, outcome] += 1
-        return answer
+            return UNREADABLE, denied(review, error, code=BAD_REQUEST)
+        if new is None:
+            return ALLOWED, allowed(review)
+        return decide(review, new)
 
     def _completed(self, review: Review, new: NewPod) -> tuple[str, bytes]:
         patch = new.patch(self._family.changes(new.pod), self._pinned)

@@ -259,6 +259,7 @@ class Service:
             try:
                 body = await self._bodies.read(request)
             except TimeoutError:
+                self._reviewer.too_slow(verb, client)
                 raise web.HTTPRequestTimeout(text="the review did not arrive in time") from None
             if body.whole:
                 found = _json(answer(body.content))
