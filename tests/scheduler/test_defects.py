@@ -322,5 +322,5 @@ ROWS = (
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row.contract}: {row.defect}" for row in ROWS])
 async def test_a_defect_of_the_replaced_extender_is_not_copied(row: Row) -> None:
-    """See the row."""
+    """See the row; two of them are vgpu-manager:D36."""
     await row.check()

@@ -151,7 +151,7 @@ def a_preemptor(**changed: Any) -> dict[str, Any]:
 
 async def test_victims_that_hold_the_cards_are_added() -> None:
     """kube-scheduler knows slots; which of the pods holds the card that the pod needs it does not
-    know (vgpu-manager §5.9).
+    know (vgpu-manager §5.9). Its own victims are superfluous then: vgpu-manager:D39.
     """
     cluster = Cluster(2)
     for node in range(2):
