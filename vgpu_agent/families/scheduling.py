@@ -134,7 +134,8 @@ class SchedulingFamily(Protocol):
     def when_bound(
         self, wanted: PodDemand, holding: Holding, numbers: Mapping[str, int], now_ns: int
     ) -> DesiredPod:
-        """Return the annotations and labels that a pod must have before it is bound.
+        """Return the annotations and labels that a pod gets when it is bound: the annotations with
+        the Binding, and the labels with it or, where it cannot carry them, before.
 
         Args:
             wanted: its demand.

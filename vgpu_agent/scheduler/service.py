@@ -6,8 +6,9 @@ anything. Until Nodes and pods have been listed once, filters are refused: the b
 as free that are not.
 
 Of several extenders behind one address, one leads (`leadership`), and the others answer the verbs
-with 503. An extender beside its own kube-scheduler needs no Lease: only the kube-scheduler that
-leads calls it. In both cases the pod's label may say which one it is.
+with 503, but for dry runs, which keep no cards. An extender beside its own kube-scheduler needs no
+Lease: only the kube-scheduler that leads calls it. In both cases the pod's label may say which one
+it is.
 """
 
 from __future__ import annotations
