@@ -209,8 +209,11 @@ async def test_a_strict_member_is_told_why_it_does_not_fit_on_a_sample() -> None
     assert cluster.refusals(strict, "n1", "n2") == dict.fromkeys(("n1", "n2"), everywhere)
 
 
-async def test_a_strict_member_may_fit_on_a_node_that_was_not_named() -> None:
+async def test_a_strict_member_may_fit_on_a_node_that_was_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Then the text changes on purpose, as for other pods."""
+    monkeypatch.setattr("vgpu_agent.scheduler.extender._LEAST_SAMPLE", 1)
     cluster = Cluster(QUADS, QUADS, QUADS)
     fellow = a_member("a", 0)
     cluster.runs(fellow)
