@@ -184,7 +184,7 @@ class Trait(enum.StrEnum):
 
 
 class SchedulingFacts(msgspec.Struct, frozen=True, gc=False):
-    """What only a scheduler has to know of a pod.
+    """The facts about a pod that only a scheduler has to know.
 
     Attributes:
         namespace: of the pod.

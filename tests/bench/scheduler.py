@@ -167,7 +167,7 @@ def _speeds(cluster: _Cluster) -> list[Figure]:
                 if kind == _OURS:
                     requests = cluster.requests() - before
                     problems += len(cluster.judge().problems)
-            print(f"{kind}: {speed:.1f} pods/s", file=sys.stderr)  # noqa: T201
+            print(f"{kind}: {speed:.1f} pods/s", file=sys.stderr)  # noqa: T201 - shows that it goes on
             best[kind] = max(best.get(kind, 0.0), speed)
     how = f"{_PODS:,} pods of mixed shapes, {_NODES:,} nodes × {CARDS} cards, best of {_ROUNDS}"
     return [
@@ -292,7 +292,7 @@ def _measure() -> list[Figure]:
 
 def _told(figures: list[Figure]) -> list[Figure]:
     for figure in figures:
-        print(f"  {figure.name}: {figure.line}", file=sys.stderr)  # noqa: T201
+        print(f"  {figure.name}: {figure.line}", file=sys.stderr)  # noqa: T201 - a later part may fail
     return figures
 
 

@@ -126,7 +126,7 @@ def test_a_gpu_without_instances_answers_the_questions_about_mig(driver: Driver)
     nvml = driver.nvml
     handle = nvml.handle(0)
     if nvml.mig_mode(handle):
-        pytest.skip("MIG is on")
+        pytest.skip("this card is divided, and the question is about one that is not")
     found = mig.look(nvml, handle)
     assert found is not None
     assert (found.slots, found.unread) == ((), "")
@@ -154,7 +154,7 @@ def test_figures_are_plausible(driver: Driver) -> None:
 def test_memory_used_is_without_the_drivers_reserve(driver: Driver) -> None:
     """Otherwise an idle card would look used: some hundred MiB on a large one."""
     if driver.node is not None or driver.nvml.processes(driver.nvml.handle(0)):
-        pytest.skip("tells something only of an idle card")
+        pytest.skip("only a real card that is idle tells how much the driver keeps for itself")
     assert driver.nvml.memory_mib(driver.nvml.handle(0))[1] < 100
 
 

@@ -109,7 +109,9 @@ class LateStart:
 
     @property
     def ambiguities(self) -> int:
-        """How many starts were refused because the kubelet's records named several holders."""
+        """The number of starts that were refused because the kubelet's records named several
+        holders.
+        """
         return self._ambiguities.total
 
     # -- Allocate ----------------------------------------------------------------------------------

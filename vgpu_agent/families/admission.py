@@ -1,4 +1,4 @@
-"""What the admission webhook has to know of a family whose pods are placed by a scheduler.
+"""The admission webhook's view of a family whose pods are placed by a scheduler.
 
 A family whose new pods are completed and checked has an `AdmissionFamily`; the webhook knows
 families by nothing else. Pods here are new: they have no UID and no status yet, and perhaps only
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AdmissionOptions(msgspec.Struct, frozen=True):
-    """What an operator wants new pods to get. An empty text adds nothing.
+    """The operator's defaults for new pods. An empty text adds nothing.
 
     Attributes:
         domain: of the family's keys; empty for its usual one.
@@ -40,7 +40,7 @@ class AdmissionOptions(msgspec.Struct, frozen=True):
 
 
 class PodChanges(msgspec.Struct, frozen=True):
-    """What a new pod is to have. What it does not mention stays.
+    """The changes to a new pod. All else stays.
 
     Attributes:
         annotations: key → value; None for a key that must not be there.
@@ -61,7 +61,7 @@ class PodChanges(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What is wrong with a new pod, in sentences for its owner.
+    """The faults of a new pod, in sentences for its owner.
 
     Attributes:
         refusals: why it can never run; empty for a pod that is admitted.

@@ -1,4 +1,4 @@
-"""What a scheduler has to know of a family whose pods share cards by amounts.
+"""A scheduler's view of a family whose pods share cards by amounts.
 
 A family that schedulers place over Nodes has a `SchedulingFamily`; the extender knows families by
 nothing else.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Incomplete(enum.StrEnum):
-    """What to do with a container that asks for compute without memory, or the other way round."""
+    """The treatment of a container that asks for compute without memory, or the other way round."""
 
     AS_REPLACED = "as-replaced"  # all of the card's memory, and compute without a limit
     PROPORTIONAL = "proportional"  # the same part of the card's memory as of its compute
@@ -29,7 +29,7 @@ class Incomplete(enum.StrEnum):
 
 
 class SchedulingOptions(msgspec.Struct, frozen=True):
-    """What the operator decides about the pods of a family.
+    """The operator's decisions about the pods of a family.
 
     Attributes:
         domain: of its keys, where it may have another one.
@@ -98,7 +98,7 @@ class SchedulingFamily(Protocol):
 
     @property
     def pod_keys(self) -> PodKeys:
-        """What of pods is read and written; the other annotations and labels are skipped."""
+        """The keys of pods that are read and written; all others are skipped."""
         ...
 
     @property

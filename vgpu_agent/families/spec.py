@@ -231,7 +231,7 @@ def _nothing(_: Settings) -> Iterable[str]:
 
 
 class SchedulingPart(msgspec.Struct, frozen=True):
-    """What the extender needs of a family.
+    """The part of a family that the extender needs.
 
     Attributes:
         build: what the operator decides → the part.

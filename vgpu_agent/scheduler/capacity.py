@@ -70,7 +70,7 @@ class Cards(msgspec.Struct):
 
 
 class Amount(msgspec.Struct):
-    """Of healthy cards.
+    """An amount of all healthy cards together.
 
     Attributes:
         total: on all of them.

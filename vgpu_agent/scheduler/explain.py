@@ -1,4 +1,5 @@
-"""Why a pod does not start, or where it is: one pod against all Nodes, in sentences and one table.
+"""The explanation of one pod, compared with all Nodes, in sentences and one table: why it does not
+start, or where it is.
 
 Pure: everything that is known comes in as `Facts`. `explain` is a generator that yields after each
 small piece of work, because the extender answers kube-scheduler on the same thread.
@@ -53,7 +54,7 @@ class Situation(enum.StrEnum):
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """What the pod itself says about its waiting.
+    """The pod's own words about its waiting.
 
     Attributes:
         gates: names of its scheduling gates.

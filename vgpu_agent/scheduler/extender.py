@@ -79,7 +79,7 @@ def _joined(reasons: Iterable[Reason]) -> str:
 
 
 class _Promise(msgspec.Struct):
-    """What was promised to a pod that is not bound yet.
+    """The cards that were promised to a pod that is not bound yet.
 
     Attributes:
         pod: as it was when it was filtered.

@@ -1,4 +1,4 @@
-"""What the extender knows of pods beside the cards that they hold: priority, groups, labels.
+"""Facts about pods beside the cards that they hold: priority, groups, labels.
 
 Fed by the watch of pods, and by the pods of filters, which the watch may not have shown yet. Read
 by preemption, and to place pods of one group near each other.

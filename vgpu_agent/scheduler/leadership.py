@@ -1,4 +1,4 @@
-"""Which of several extenders answers: the holder of a Lease (coordination.k8s.io/v1).
+"""The choice of the one extender that answers: the holder of a Lease (coordination.k8s.io/v1).
 
 A leader that cannot renew the Lease stops before another one may take it. A follower measures how
 long the Lease stays unchanged with its own clock, so clocks of machines are not compared. A leader

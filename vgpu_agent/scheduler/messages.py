@@ -83,7 +83,7 @@ class BindingArguments(msgspec.Struct):
 
 
 class BindingResult(msgspec.Struct, rename="pascal"):
-    """Why the pod was not bound; empty where it was."""
+    """The reason why the pod was not bound; empty where it was."""
 
     error: str = ""
 

@@ -1,4 +1,4 @@
-"""What the extender remembers of single pods for people: names, and kube-scheduler's last question
+"""Records of single pods for people: names, and kube-scheduler's last question
 about each. No decision depends on it.
 """
 

@@ -96,7 +96,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How the extender runs.
+    """The options of the extender.
 
     Attributes:
         host: the address to listen on.

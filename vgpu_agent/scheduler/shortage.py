@@ -36,7 +36,7 @@ _REASON_OF_MODE = {
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What is left of a card that can serve another container.
+    """The rest of a card that can serve another container.
 
     Attributes:
         card: its number.
@@ -294,7 +294,7 @@ def _wanted(
 
 
 class _Missing(msgspec.Struct, frozen=True):
-    """What the sentence about a reason is made of.
+    """The parts of the sentence about a reason.
 
     Attributes:
         reason: of all these Nodes.

@@ -24,7 +24,7 @@ _LARGE_BYTES, LARGE_AT_ONCE = 256 * 1024, 4
 
 
 class Body(msgspec.Struct, frozen=True):
-    """What came of a body.
+    """The result of reading a body.
 
     Attributes:
         content: all of it, or its first `START_BYTES`.

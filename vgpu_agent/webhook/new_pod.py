@@ -33,7 +33,7 @@ _LONGEST_ERROR = 500
 
 
 class Pinned(enum.StrEnum):
-    """What becomes of ``spec.nodeName`` of a new pod that only a scheduler can serve."""
+    """The treatment of ``spec.nodeName`` of a new pod that only a scheduler can serve."""
 
     AFFINITY = "affinity"  # the pod must be scheduled to the Node of that name
     HOSTNAME = "hostname"  # to a Node whose label kubernetes.io/hostname has that value

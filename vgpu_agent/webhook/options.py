@@ -1,4 +1,4 @@
-"""How the webhook runs; `cli` makes these of its flags."""
+"""The options of the webhook; `cli` makes them of its flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BODY_SECONDS = 4.0
 
 
 class OwnCertificateOptions(msgspec.Struct, frozen=True):
-    """Where the webhook's own certificate is kept, and for whom it is.
+    """The place of the webhook's own certificate, and the names that it is for.
 
     Attributes:
         namespace: of the Secret and of the Service.
@@ -48,7 +48,7 @@ class CertificateFiles(msgspec.Struct, frozen=True):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How the webhook runs.
+    """The options of the webhook.
 
     Attributes:
         certificate: where the server's certificate comes from.

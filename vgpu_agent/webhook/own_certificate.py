@@ -97,8 +97,8 @@ class OwnCertificate:
 
     @property
     def trouble(self) -> str:
-        """Why the API server cannot call; empty once it can. A later failure does not count while
-        the certificate in use is valid.
+        """The reason why the API server cannot call; empty once it can. A later failure does not
+        count while the certificate in use is valid.
         """
         if not self._published:
             return f"the API server does not trust the certificate yet: {self._error}"

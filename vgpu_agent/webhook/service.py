@@ -155,7 +155,7 @@ class Service:
 
     @property
     def trouble(self) -> str:
-        """Why the API server should not call this replica; empty where it may."""
+        """The reason why the API server should not call this replica; empty where it may."""
         if self._stopping.is_set():
             return "the webhook is stopping"
         return self._own.trouble if self._own is not None else ""

@@ -63,7 +63,7 @@ class Program:
             self._temporary = None
 
     def command(self) -> list[str]:
-        """Return the command line."""
+        """Return the command line; each program has its own."""
         raise NotImplementedError
 
     def start(self) -> None:

@@ -178,7 +178,7 @@ def test_two_replicas_with_the_rights_of_their_account_and_one_takes_over(
         logs = [
             program.log.read_text(errors="replace") for pair in pairs.values() for program in pair
         ]
-    print(f"takeover after {takeover:.1f} s, last pod after {last:.1f} s")  # noqa: T201
+    print(f"takeover after {takeover:.1f} s, last pod after {last:.1f} s")  # noqa: T201 - the figure
     assert verdict.problems == []
     assert sorted(verdict.bound) == sorted([*first, *second])
     refused = [line for text in logs for line in text.splitlines() if "forbidden" in line.lower()]

@@ -74,7 +74,7 @@ def test_an_extender_that_is_killed(plane: Rig) -> None:
             if later[-1] <= _LATER_SECONDS:
                 break
             remove_pods(plane)
-    print(f"last pod after the extender was ready: {later} s")  # noqa: T201
+    print(f"last pod after the extender was ready: {later} s")  # noqa: T201 - the figure
     assert min(later) <= _LATER_SECONDS * _slower()
 
 
@@ -124,7 +124,7 @@ def test_the_leader_is_killed(plane: Rig) -> None:
         address.point_to(other.port)  # as a Service does when the label changes
         last = bound.wait(names, timeout=PATIENCE_SECONDS) - killed
         _check(plane, names)
-    print(f"takeover after {takeover:.1f} s, last pod after {last:.1f} s")  # noqa: T201
+    print(f"takeover after {takeover:.1f} s, last pod after {last:.1f} s")  # noqa: T201 - the figure
     assert takeover <= _TAKEOVER_SECONDS * _slower()
 
 
@@ -151,4 +151,4 @@ def test_an_api_server_that_is_away(plane: Rig) -> None:
         later = bound.wait(names, timeout=PATIENCE_SECONDS) - ready
         assert extender.is_ready()
         _check(plane, names)
-    print(f"last pod {later:.1f} s after the API server was ready")  # noqa: T201
+    print(f"last pod {later:.1f} s after the API server was ready")  # noqa: T201 - the figure

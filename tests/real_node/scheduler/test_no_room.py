@@ -47,7 +47,7 @@ def test_pods_without_room_are_filtered_seldom(plane: Rig) -> None:
         create(plane, [pod("alone", [container("main", 8)])])
         bound.wait(["alone"], timeout=PATIENCE_SECONDS)
         found = plane.pod("alone")
-    print(f"{calls} filter calls in {_SECONDS:g} s for {_PODS} pods without room")  # noqa: T201
+    print(f"{calls} filter calls in {_SECONDS:g} s for {_PODS} pods without room")  # noqa: T201 - the figure
     assert _PODS <= calls <= 3 * _PODS
     assert found is not None
     assert found["spec"]["nodeName"] == node_name(last)

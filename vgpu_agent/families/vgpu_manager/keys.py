@@ -112,7 +112,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def stuck_grace(self) -> str:
-        """How long cards are kept for the pod before it is bound; only for schedulers."""
+        """The time for which cards are kept for the pod before it is bound; only for schedulers."""
         return self._key("stuck-grace-period")
 
     @property

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Gpu, Inventory
 
 LIBRARY_CARDS = 16
-"""How many cards of a node libvgpu-control.so can limit: its tables have one row for each
+"""The number of cards of a node that libvgpu-control.so can limit: its tables have one row for each
 (vgpu-manager §7.7).
 """
 

@@ -52,7 +52,7 @@ _MAX_SEARCHED = 128
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """Where the fellows of a pod are.
+    """The places of a pod's fellows.
 
     Attributes:
         rails: those of most fellows; empty where none are known.
@@ -68,7 +68,7 @@ class Anchor(msgspec.Struct, frozen=True):
 
 
 class _Key(NamedTuple):
-    """How good a Node is; the larger the better. See `_Quality`."""
+    """The quality of a Node; the larger the better. See `_Quality`."""
 
     nearness: int
     is_linked: bool
@@ -78,7 +78,7 @@ class _Key(NamedTuple):
 
 
 class _Quality(NamedTuple):
-    """How good the cards of a Node are; the larger the better.
+    """The quality of a Node's cards; the larger the better.
 
     Attributes:
         nearness: to the pod's fellows.
@@ -294,7 +294,7 @@ class _Search:
 
     @property
     def states(self) -> int:
-        """How many Nodes have been searched that do not look the same."""
+        """The number of searched Nodes that do not look the same."""
         return len(self._places)
 
     def best_case(self, name: str, view: CardsInUse) -> _Quality:

@@ -65,7 +65,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a pod does not fit on a Node.
+    """The reason why a pod does not fit on a Node.
 
     Attributes:
         reason: that of most cards, where the cards have different ones.

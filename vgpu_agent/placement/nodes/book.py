@@ -50,7 +50,7 @@ class HeldCard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holding(msgspec.Struct, frozen=True, gc=False):
-    """What a pod holds on a Node: the kinds of its containers, and the cards of each."""
+    """The cards that a pod holds on a Node: the kinds of its containers, and the cards of each."""
 
     node: str
     kinds: tuple[ContainerKind, ...]
@@ -74,7 +74,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """What all Nodes together say to a demand.
+    """The answer of all Nodes together to a demand.
 
     Attributes:
         may_fit: a Node has room, or it would take too long to tell.
@@ -95,7 +95,7 @@ class State:
 
 
 class CardsInUse(msgspec.Struct, frozen=True):
-    """What the book has on one Node with cards, at one moment.
+    """The book's entries about one Node with cards, at one moment.
 
     Attributes:
         hardware: its cards.
@@ -146,7 +146,7 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """What a demand is told by a state: why it does not fit, or how good it is."""
+    """The answer of a state to a demand: why it does not fit, or how good it is."""
 
     reason: Reason | None
     rank: tuple[int, float] = (0, 0.0)
@@ -463,7 +463,7 @@ class Book:
         return list(self._nodes)
 
     def __len__(self) -> int:
-        """How many Nodes there are."""
+        """The number of Nodes."""
         return len(self._nodes)
 
     def ranks(

@@ -1,4 +1,4 @@
-"""How many pods a PodDisruptionBudget lets go, and which of several victims are too many.
+"""The pods that a PodDisruptionBudget lets go, and the victims that are too many.
 
 The disruption controller keeps the number in the budget's status; kube-scheduler counts victims
 against it in the same way. An empty selector selects all pods of the namespace, also those without

@@ -48,7 +48,7 @@ class Hardware(msgspec.Struct, frozen=True):
 
 
 class NodeCards(msgspec.Struct, frozen=True):
-    """What a Node's annotations say.
+    """The content of a Node's annotations.
 
     Attributes:
         hardware: its cards.
@@ -63,7 +63,7 @@ class NodeCards(msgspec.Struct, frozen=True):
 
 
 class Unfit(msgspec.Struct, frozen=True):
-    """Why a Node cannot take any pod.
+    """The reason why a Node cannot take any pod.
 
     Attributes:
         reason: for schedulers and metrics.

@@ -15,7 +15,7 @@ VIRTUAL, PHYSICAL = "virtual", "physical"
 
 
 class ContainerDemand(msgspec.Struct, frozen=True):
-    """What a container asks of each of its cards.
+    """The demand of a container on each of its cards.
 
     Attributes:
         kind: when it runs.
@@ -43,7 +43,7 @@ class ContainerDemand(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a pod asks of its Node, without names: equal for all pods of a job.
+    """The demand of a pod on its Node, without names: equal for all pods of a job.
 
     Attributes:
         containers: those that ask for cards, init containers and sidecars first.

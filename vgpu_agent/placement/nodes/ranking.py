@@ -1,4 +1,4 @@
-"""Which of the Nodes that fit is the best for a pod (vgpu-manager §5.4)."""
+"""The choice of the best Node of those that fit a pod (vgpu-manager §5.4)."""
 
 from __future__ import annotations
 

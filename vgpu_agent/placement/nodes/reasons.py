@@ -1,4 +1,4 @@
-"""Why a Node, or a card of it, cannot take a pod (vgpu-manager §5.2).
+"""The reasons why a Node, or a card of it, cannot take a pod (vgpu-manager §5.2).
 
 Operators know the codes from metrics and the phrases from events, so both are vgpu-manager's.
 """

@@ -59,7 +59,7 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 
 
 class Copies(msgspec.Struct, frozen=True):
-    """How many equal pods fit.
+    """The number of equal pods that fit.
 
     Attributes:
         count: their number.

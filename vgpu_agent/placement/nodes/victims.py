@@ -1,4 +1,4 @@
-"""Which pods of a Node have to go for one of higher priority (vgpu-manager §5.9).
+"""The pods of a Node that have to go for one of higher priority (vgpu-manager §5.9).
 
 kube-scheduler proposes victims. It counts resources, and knows no single card, so they may not be
 enough. Then others are added, of lower priority than the pod and within disruption budgets, and no
@@ -85,7 +85,7 @@ def by_importance(victim: Victim) -> tuple[int, float, str]:
 
 
 class Verdicts:
-    """Whether one demand fits on cards, as far as it was found out.
+    """The known answers to the question whether one demand fits on cards.
 
     State: by hardware, cards that the pod cannot use, and what is taken of the others.
     """

@@ -1,1 +1,1 @@
-"""What a scheduler reads on Nodes and pods of this family."""
+"""The texts on Nodes and pods of this family, for a scheduler."""

@@ -1,4 +1,4 @@
-"""What a bound pod holds, by the claims in its annotations (vgpu-manager §4.2, §4.4).
+"""The cards that a bound pod holds, by the claims in its annotations (vgpu-manager §4.2, §4.4).
 
 Claims count from the moment when the pod is bound until it has ended. Those of a pod without a Node
 are worth nothing: any user can write them, and what the agent's own extender has reserved for such
