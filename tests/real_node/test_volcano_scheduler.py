@@ -99,10 +99,14 @@ def test_what_the_real_scheduler_did_on_this_rig(rig: Rig, advertised: Advertise
             wait_unschedulable(rig, "large")
             == "0/1 nodes are unavailable: 1 hami-vgpuDeviceSharing error."
         )
-        events = rig.api.get(
-            "/api/v1/namespaces/default/events?fieldSelector=involvedObject.name=large"
-        )["items"]
-        assert [event["reason"] for event in events] == ["FailedScheduling"]
+        # The scheduler writes the event on its own, some time after the condition.
+        events = rig.wait_for(
+            lambda: rig.api.get(
+                "/api/v1/namespaces/default/events?fieldSelector=involvedObject.name=large"
+            )["items"],
+            what="the scheduler's event of the pod",
+        )
+        assert {event["reason"] for event in events} == {"FailedScheduling"}
 
 
 def test_a_scheduler_killed_in_a_burst_gives_nothing_twice(
