@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from vgpu_agent.cli import scheduler
@@ -73,18 +73,44 @@ def test_each_flag_of_the_replaced_one_is_on_the_page_of_the_change(
 
 def test_each_metric_has_a_row() -> None:
     """And each row a metric, with its labels."""
-    metrics = Metrics()
     rows = dict(
         re.findall(r"^\| `(vgpu_scheduler_\w+)` \| [a-z]+ \| ([^|]*) \|", PAGE, re.MULTILINE)
     )
-    found = {}
-    for collector in metrics._registry._collector_to_names:
-        assert isinstance(collector, MetricWrapperBase)
-        name = collector._name + ("_total" if isinstance(collector, Counter) else "")
-        found[name] = ", ".join(f"`{each}`" for each in collector._labelnames) or "–"
+    metrics = _metrics()
+    found = {
+        name: ", ".join(f"`{each}`" for each in metric._labelnames) or "–"
+        for name, metric in metrics.items()
+    }
     assert rows == found
     asked = set(re.findall(r"vgpu_scheduler_\w+", PAGE))
     assert {name.removesuffix("_bucket") for name in asked} <= found.keys()
+
+
+def _metrics() -> dict[str, MetricWrapperBase]:
+    """The extender's own metrics by name; those of its process are prometheus_client's."""
+    return {
+        each._name + ("_total" if isinstance(each, Counter) else ""): each
+        for each in Metrics()._registry._collector_to_names
+        if isinstance(each, MetricWrapperBase)
+    }
+
+
+def test_each_metric_of_the_replaced_one_exists() -> None:
+    """vgpu-manager §5.10: with its labels and its type, so that dashboards stay."""
+    section = CONTRACT.partition("### 5.10 ")[2].partition("\n## ")[0]
+    listed = re.findall(r"`([a-z_]{8,}\w)(?:\{([a-z_,]+)\})?`( \(hist\)|\s+\(buckets)?", section)
+    assert len(listed) > 10
+    metrics = _metrics()
+    for name, labels, is_histogram in listed:
+        if name == "vgpu_scheduler_":  # the heading
+            continue
+        metric = metrics[f"vgpu_scheduler_{name}"]
+        assert metric._labelnames == tuple(filter(None, labels.split(","))), name
+        assert isinstance(metric, Histogram if is_histogram else Counter), name
+    text = Metrics().text("")[0].decode()
+    assert {"process_cpu_seconds_total", "process_resident_memory_bytes"} <= set(
+        re.findall(r"^(\w+) [0-9]", text, re.MULTILINE)
+    )
 
 
 def test_each_reason_has_a_row() -> None:

@@ -8,7 +8,15 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgpu_agent.placement.linked import MAX_SETS, best_set, components, quality
+from vgpu_agent.placement.linked import (
+    EXHAUSTIVE,
+    GREEDY,
+    MAX_SETS,
+    best_set,
+    components,
+    quality,
+    searches_seen_by,
+)
 
 DEVICES = tuple("abcdefgh")
 
@@ -92,3 +100,23 @@ def test_no_other_set_is_better(count: int, worth: list[int]) -> None:
 
     best = quality(best_set(devices, count, score), score)
     assert best == max(quality(each, score) for each in itertools.combinations(devices, count))
+
+
+def test_searches_are_reported_and_foregone_ones_are_not() -> None:
+    """vgpu-manager §5.10: each search by its algorithm, with the number of devices. Where all links
+    are equal, or all devices are taken, nothing is searched.
+    """
+    scores = pairs("ad")
+
+    def score(one: str, other: str) -> int:
+        return scores.get(frozenset((one, other)), 1)
+
+    seen: list[tuple[str, int]] = []
+    many = [str(number) for number in range(32)]
+    with searches_seen_by(lambda algorithm, devices: seen.append((algorithm, devices))):
+        best_set(DEVICES[:6], 3, score)
+        best_set(DEVICES[:6], 3, lambda _one, _other: 900)
+        best_set(DEVICES[:6], 6, score)
+        best_set(many, 8, lambda one, other: (int(one) + int(other)) % 5)
+    best_set(DEVICES[:6], 3, score)
+    assert seen == [(EXHAUSTIVE, 6), (GREEDY, 32)]

@@ -150,6 +150,31 @@ async def test_a_member_without_nvlinks_is_counted_as_such() -> None:
     assert 'topology_placement_total{mode="link",result="fallback"} 1.0' in text
 
 
+async def test_searches_of_filters_count_and_those_of_dry_runs_do_not() -> None:
+    """vgpu-manager §5.10: cards with two NVLinks here and one there have to be searched, and where
+    all have the same number nothing is. Nobody gets a card by a dry run.
+    """
+    uneven = {pair: [1, 8 if 0 in pair else 7] for pair in itertools.combinations(range(8), 2)}
+    cluster = Cluster(uneven)
+    annotations = {KEYS.topology_mode: "link"}
+    assert cluster.dry_run(a_pod("p", number=3, metadata={"annotations": annotations}))[0]
+    assert "link_search_total{" not in cluster.metrics.text("")[0].decode()
+    assert cluster.place(a_pod("p", number=3, metadata={"annotations": annotations}))[0] == "n0"
+    text = cluster.metrics.text("")[0].decode()
+    searches = float(
+        text.partition('vgpu_scheduler_link_search_total{algo="exhaustive"} ')[2].split()[0]
+    )
+    assert searches >= 1
+    assert (
+        f'vgpu_scheduler_link_search_candidates_bucket{{algo="exhaustive",le="8.0"}} {searches}'
+        in text
+    )
+    assert 'vgpu_scheduler_link_search_candidates_bucket{algo="exhaustive",le="6.0"} 0.0' in text
+    even = Cluster(MESH)
+    assert even.place(a_pod("p", number=3, metadata={"annotations": annotations}))[0] == "n0"
+    assert "link_search_total{" not in even.metrics.text("")[0].decode()
+
+
 async def test_fellows_that_ask_for_no_card_are_not_followed() -> None:
     """Such as the launcher of a training. The pod is the first of its group to get cards."""
     cluster = Cluster(QUADS)

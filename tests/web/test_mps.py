@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from vgpu_agent.process import ProcessFacts
 from vgpu_agent.status import AgentStatus, MpsState, MpsStatus
 from vgpu_agent.web import debug
 from vgpu_agent.web.catalogue_binding import MPS
-from vgpu_agent.web.readings import Moment, ProcessFacts
+from vgpu_agent.web.readings import Moment
 
 RUNNING = MpsStatus(
     "nvidia.com/gpu",

@@ -7,13 +7,37 @@ functions with bounded work: beyond `MAX_SETS` sets the search takes one device 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    See = Callable[[str, int], None]
 
 MAX_SETS = 50_000
+
+# The two ways to search, as vgpu-manager's metrics call them (vgpu-manager §5.10).
+EXHAUSTIVE, GREEDY = "exhaustive", "greedy"
+
+# A search is six calls below the one that wants it counted, and most of those who choose cards (an
+# agent, a dry run, an explanation) count nothing.
+_see: contextvars.ContextVar[See | None] = contextvars.ContextVar("_see", default=None)
+
+
+@contextlib.contextmanager
+def searches_seen_by(see: See) -> Iterator[None]:
+    """Report each search that `best_set` makes meanwhile in this task: `EXHAUSTIVE` or `GREEDY`,
+    and the number of devices among which it chose. Where all links are equally good it searches
+    nothing.
+    """
+    token = _see.set(see)
+    try:
+        yield
+    finally:
+        _see.reset(token)
 
 
 def components(
@@ -68,9 +92,11 @@ def best_set(
     different = {worth for by_other in scores.values() for worth in by_other.values()}
     if len(different) == 1 and len(set(fixed.values())) == 1:
         return tuple(devices[:count])
-    if math.comb(len(devices), count) > MAX_SETS:
-        return _one_after_the_other(devices, count, scores, fixed)
-    return _best_of_all(devices, count, scores, fixed)
+    is_greedy = math.comb(len(devices), count) > MAX_SETS
+    if (see := _see.get()) is not None:
+        see(GREEDY if is_greedy else EXHAUSTIVE, len(devices))
+    search = _one_after_the_other if is_greedy else _best_of_all
+    return search(devices, count, scores, fixed)
 
 
 def _best_of_all(

@@ -21,6 +21,7 @@ from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import AgentError, ClusterError, RequestRefusedError
 from vgpu_agent.log import ChangeFilter
+from vgpu_agent.placement.linked import searches_seen_by
 from vgpu_agent.placement.nodes.book import Choice
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.scheduler.alignment import Alignment
@@ -404,7 +405,8 @@ class Extender:
     def _choose(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice:
         """Choose a Node and keep its cards for the pod, in the place of those on another one."""
         self._end_promise(pod.uid)
-        choice = self.alignment.choose(pod, wanted.demand, candidates)
+        with searches_seen_by(self._metrics.count_search):
+            choice = self.alignment.choose(pod, wanted.demand, candidates)
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
             self._metrics.count_placed(wanted.demand, choice.instead)

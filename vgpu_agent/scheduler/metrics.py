@@ -7,13 +7,18 @@ import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.topology import NONE
+from vgpu_agent.process import process_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    from prometheus_client.core import Metric as MetricFamily
 
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.status import WatchStatus
@@ -21,8 +26,37 @@ if TYPE_CHECKING:
 _PREFIX = "vgpu_scheduler"
 _BUCKETS = tuple(0.0001 * 3**power for power in range(12))  # seconds
 _VICTIMS = (0, 1, 2, 4, 8, 16, 32, 64)
+_CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 64)  # cards
 FILTER, BIND, PREEMPT = "filter", "bind", "preempt"
 SUCCESS, REFUSED, ERROR = "success", "refused", "error"
+
+
+class _Process(Collector):
+    """Metrics of the process, under the names that all of Prometheus's client libraries use. That
+    of Python reads files for them that may block.
+
+    State: when the process has started.
+    """
+
+    def __init__(self) -> None:
+        self._started_at = time.time()
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield what a scrape gets."""
+        facts = process_facts()
+        yield GaugeMetricFamily(
+            "process_resident_memory_bytes", "Resident memory.", value=facts.resident_bytes
+        )
+        yield CounterMetricFamily(
+            "process_cpu_seconds", "CPU time, user and system.", value=facts.cpu_seconds
+        )
+        if facts.open_descriptors is not None:
+            yield GaugeMetricFamily(
+                "process_open_fds", "File descriptors in use.", value=facts.open_descriptors
+            )
+        yield GaugeMetricFamily(
+            "process_start_time_seconds", "Start in unix seconds.", value=self._started_at
+        )
 
 
 class Metrics:
@@ -30,6 +64,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._registry.register(_Process())
         self._verbs = self._counter(
             "verb_total", "Calls of kube-scheduler by verb and result.", ("verb", "result")
         )
@@ -75,6 +110,18 @@ class Metrics:
             "topology_strict_reject_total",
             "Filters that found no Node with cards that belong together as a strict mode asks.",
             ("mode",),
+        )
+        self._searches = self._counter(
+            "link_search_total",
+            "Searches for the cards with the best links, where some links are better than others.",
+            ("algo",),
+        )
+        self._candidates = Histogram(
+            f"{_PREFIX}_link_search_candidates",
+            "Cards among which such a search chose.",
+            ("algo",),
+            buckets=_CANDIDATES,
+            registry=self._registry,
         )
         self.promises = Gauge(
             f"{_PREFIX}_promises",
@@ -136,6 +183,11 @@ class Metrics:
         """Count a pod that fits on no Node."""
         if not {Reason.LinkTopologyUnsatisfied, Reason.NUMATopologyUnsatisfied}.isdisjoint(reasons):
             self._strict.labels(demand.topology_mode).inc()
+
+    def count_search(self, algorithm: str, candidates: int) -> None:
+        """Count a search among ``candidates`` cards (`placement.linked.searches_seen_by`)."""
+        self._searches.labels(algorithm).inc()
+        self._candidates.labels(algorithm).observe(candidates)
 
     def count_aligned(self, result: str) -> None:
         """Count a pod that got cards after its fellows."""

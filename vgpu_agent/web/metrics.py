@@ -8,8 +8,6 @@ between scrapes: a series vanishes with the thing that it describes.
 
 from __future__ import annotations
 
-import os
-import resource
 import time
 from typing import TYPE_CHECKING
 
@@ -20,10 +18,11 @@ from prometheus_client.registry import Collector
 
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.families.spec import Readings
+from vgpu_agent.process import process_facts
 from vgpu_agent.web import views
 from vgpu_agent.web.catalogue import CATALOGUE
 from vgpu_agent.web.metric import Kind, Metric
-from vgpu_agent.web.readings import Moment, ProcessFacts
+from vgpu_agent.web.readings import Moment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -148,35 +147,3 @@ def _reading(family: FamilySpec, metric: FamilyMetric) -> Callable[[Moment], Ite
         )
 
     return read
-
-
-def process_facts() -> ProcessFacts:
-    """Read memory, CPU time and descriptors of this process, from getrusage(2) and /proc/self,
-    without disk access.
-    """
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return ProcessFacts(
-        resident_bytes=_resident_pages() * os.sysconf("SC_PAGE_SIZE"),
-        cpu_seconds=used.ru_utime + used.ru_stime,
-        open_descriptors=_open_descriptors(),
-    )
-
-
-def _resident_pages() -> int:
-    statm = os.open("/proc/self/statm", os.O_RDONLY)
-    try:
-        return int(os.pread(statm, 200, 0).split()[1])  # the second number, proc(5)
-    finally:
-        os.close(statm)
-
-
-def _open_descriptors() -> int | None:
-    """Return the size of /proc/self/fd, which exists since Linux 6.2. Older kernels report 0, and
-    listing is too slow for a scrape.
-    """
-    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        size = os.fstat(folder).st_size
-    finally:
-        os.close(folder)
-    return size - 1 if size else None  # without the descriptor of /proc/self/fd itself

@@ -22,17 +22,10 @@ if TYPE_CHECKING:
 
     from vgpu_agent.concurrency import TaskReport
     from vgpu_agent.model import Gpu, GpuUsage
+    from vgpu_agent.process import ProcessFacts
     from vgpu_agent.status import AgentStatus, MpsStatus, PluginStatus, WatchStatus, WriterStatus
 
 MIB = 1024 * 1024
-
-
-class ProcessFacts(msgspec.Struct, frozen=True):
-    """Facts from the operating system about this process. None where the kernel gives no value."""
-
-    resident_bytes: float = 0.0
-    cpu_seconds: float = 0.0
-    open_descriptors: int | None = None
 
 
 class Moment(msgspec.Struct, frozen=True):
