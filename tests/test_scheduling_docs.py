@@ -15,6 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from vgpu_agent.cli import scheduler
 from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.scheduler import pod_events
 from vgpu_agent.scheduler.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,6 +112,17 @@ def test_each_metric_of_the_replaced_one_exists() -> None:
     assert {"process_cpu_seconds_total", "process_resident_memory_bytes"} <= set(
         re.findall(r"^(\w+) [0-9]", text, re.MULTILINE)
     )
+
+
+def test_each_event_of_the_replaced_one_exists_and_has_a_row() -> None:
+    """vgpu-manager §5.2: operators search for these words."""
+    listed = CONTRACT.partition("Event reasons:")[2].partition("(`pkg")[0]
+    reasons = set(re.findall(r"\w+", listed))
+    assert len(reasons) == 9
+    raised = {text for text in vars(pod_events).values() if isinstance(text, str)}
+    assert reasons <= raised
+    rows = set(re.findall(r"^\| `(\w+)` \| the extender \|", PAGE, re.MULTILINE))
+    assert rows == reasons
 
 
 def test_each_reason_has_a_row() -> None:

@@ -86,7 +86,7 @@ class Cluster:
 
     def raise_event(self, regarding: Pod, reason: str, message: str, kind: str = "Warning") -> None:
         """Keep an event, in the place of the queue."""
-        assert kind == ("Normal" if reason == "BindingSucceed" else "Warning")
+        assert kind == ("Normal" if reason.endswith("Succeed") else "Warning")
         self.raised.append((f"{regarding.name} {reason}", message))
 
     def filter(self, pod: Mapping[str, Any] | None, *names: str, **more: Any) -> dict[str, Any]:
@@ -175,14 +175,33 @@ async def test_pods_are_told_what_became_of_them() -> None:
     cluster.filter(second)
     assert await cluster.bind(second, "n0") == "PATCH: 404"
     assert [name for name, _ in cluster.raised] == [
+        "a FilteringSucceed",
         "b FilteringFailed",
         "c ResourceInvalid",
         "a BindingSucceed",
+        "b FilteringSucceed",
         "b BindingFailed",
     ]
-    assert cluster.raised[0][1] == "0/1 nodes are available: 1 Insufficient vGPU cores (n0)"
-    assert "nvidia.com/vgpu-number" in cluster.raised[1][1]
-    assert cluster.raised[2][1].startswith(f"Bound to n0 with GPU 0 ({uuid(0, 0)}): 100 %")
+    texts = dict(cluster.raised)
+    assert texts["a FilteringSucceed"] == 'Successfully matched node "n0"'
+    assert texts["b FilteringFailed"] == ("0/1 nodes are available: 1 Insufficient vGPU cores (n0)")
+    assert "nvidia.com/vgpu-number" in texts["c ResourceInvalid"]
+    assert texts["a BindingSucceed"].startswith(f"Bound to n0 with GPU 0 ({uuid(0, 0)}): 100 %")
+
+
+async def test_a_policy_that_means_nothing_is_told_on_the_pod_once() -> None:
+    """vgpu-manager §4.1: it counts as none, and its owner would never know. One event for all."""
+    cluster, pod = Cluster(1), a_pod(**SMALL)
+    pod["metadata"]["annotations"] = {KEYS.node_policy: "binpak", KEYS.topology_mode: "numa-strct"}
+    for _ in range(2):
+        assert cluster.filter(pod)["NodeNames"] == ["n0"]
+    (text,) = [text for name, text in cluster.raised if name == "train PolicyInvalid"]
+    assert text == (
+        f"annotation {KEYS.node_policy}='binpak' means nothing and counts as none; "
+        "expected binpack, spread, none; "
+        f"annotation {KEYS.topology_mode}='numa-strct' means nothing and counts as none; "
+        "expected numa, numa-strict, link, link-strict, none"
+    )
 
 
 async def test_what_users_write_on_pods_counts() -> None:

@@ -87,3 +87,62 @@ async def test_many_bound_pods_are_told_one_after_the_other() -> None:
     await asyncio.sleep(count / BOUND_A_SECOND)
     events.bound(POD, Holding("later", (ContainerKind.MAIN,), ((),)), {})
     assert len(raised.events) == count + 1
+
+
+@pytest.mark.looptime
+async def test_a_matched_node_is_told_only_while_no_bound_pod_has_to_wait() -> None:
+    """The event costs a request, and that of the bind says the same and more."""
+    raised = Raised()
+    events = PodEvents(raised)  # type: ignore[arg-type]
+    events.matched(POD, "n0")
+    events.matched(POD, "n0")
+    assert raised.events == [("FilteringSucceed", 'Successfully matched node "n0"', "Normal")]
+    for number in range(10 * BOUND_AT_ONCE):
+        events.matched(Pod(name="p", namespace="ml", uid=f"uid-{number}"), "n0")
+    assert len(raised.events) <= BOUND_AT_ONCE + 1
+    for number in range(BOUND_AT_ONCE):
+        events.bound(POD, Holding(f"n{number}", (ContainerKind.MAIN,), ((),)), {})
+    before = len(raised.events)
+    events.matched(Pod(name="late", namespace="ml", uid="uid-late"), "n0")
+    assert len(raised.events) == before
+
+
+@pytest.mark.looptime
+async def test_each_reason_is_told_once_a_minute() -> None:
+    """kube-scheduler asks for victims right after the filter that has failed."""
+    raised = Raised()
+    events = PodEvents(raised)  # type: ignore[arg-type]
+    for _ in range(3):
+        events.fits_nowhere(POD, {"n0": Reason.DeviceUnhealthy})
+        events.not_preempted(POD, 3)
+        events.gangs_disrupted(POD, {"ml/a"})
+        events.policy_invalid(POD, ["x", "y"])
+        await asyncio.sleep(REPEATED_SECONDS / 4)
+    assert [reason for reason, _, _ in raised.events] == [
+        "FilteringFailed",
+        "PreemptionFailed",
+        "GangDisruptedByPreemption",
+        "PolicyInvalid",
+    ]
+
+
+@pytest.mark.looptime
+async def test_groups_of_other_namespaces_are_counted_and_not_named() -> None:
+    """The owner of one pod may not list those of another namespace. An annotation names a group, so
+    it may hold anything.
+    """
+    raised = Raised()
+    gangs = {f"ml/{number}" for number in range(7)} | {"ml/a\n\x1b[31m" + "x" * 500}
+    PodEvents(raised).gangs_disrupted(POD, gangs | {"bank/secret"})  # type: ignore[arg-type]
+    ((_, text, _),) = raised.events
+    assert text.startswith(
+        "to make room for this pod, pods of groups may end that belong together: 'ml/0', 'ml/1', "
+    )
+    assert "… (8 in all) and 1 of other namespaces; what is left" in text
+    assert "secret" not in text
+    raised.events.clear()
+    other = Pod(name="other", namespace="web", uid="uid-other")
+    PodEvents(raised).gangs_disrupted(other, {"ml/a\n\x1b[31m" + "x" * 500})  # type: ignore[arg-type]
+    ((_, text, _),) = raised.events
+    assert "together: 1 of other namespaces; " in text
+    assert len(text) < 300

@@ -29,9 +29,11 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import Node
 from vgpu_agent.placement.nodes.book import Book
 from vgpu_agent.placement.nodes.budgets import Budget, Budgets, Selector
+from vgpu_agent.pods import Pod
 from vgpu_agent.scheduler.extender import Extender
 from vgpu_agent.scheduler.known_pods import KnownPods
 from vgpu_agent.scheduler.metrics import Metrics
+from vgpu_agent.scheduler.pod_events import PodEvents
 from vgpu_agent.scheduler.preemption import Preemption
 
 
@@ -44,6 +46,7 @@ class Cluster:
         family, read_pod = VgpuManagerScheduling(KEYS), with_facts(decode.pod)
         self.book, self.known, self.budgets = Book(), KnownPods(), Budgets()
         self.journal, self.metrics = Journal(), Metrics()
+        self.told: list[tuple[str, str, str]] = []
         self.extender = Extender(
             book=self.book,
             family=family,
@@ -63,6 +66,7 @@ class Cluster:
             counted=self.extender.resources,
             journal=self.journal,
             metrics=self.metrics,
+            events=PodEvents(self),  # type: ignore[arg-type]
         )
         self._read_pod = read_pod
         for node in range(nodes):
@@ -71,6 +75,11 @@ class Cluster:
             self.extender.see_node(
                 Node(f"n{node}", "u", texts, {}, "", "", {}, allocatable, {}, "1")
             )
+
+    def raise_event(self, regarding: Pod, reason: str, message: str, kind: str = "Warning") -> None:
+        """Keep an event, in the place of the queue."""
+        assert kind == "Warning"
+        self.told.append((regarding.name, reason, message))
 
     def runs(self, pod: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let the watch show a pod."""
@@ -144,6 +153,11 @@ def a_pod(
     return found
 
 
+def in_a_gang(name: str = "train", **more: Any) -> dict[str, Any]:
+    """The metadata of a pod of a gang."""
+    return {"annotations": {"scheduling.k8s.io/group-name": name}, **more}
+
+
 def a_preemptor(**changed: Any) -> dict[str, Any]:
     """A pod that asks for one card."""
     return a_pod("high", **{"number": 1, "priority": 100, **changed})
@@ -188,10 +202,56 @@ async def test_a_newer_kube_scheduler_proposes_nobody() -> None:
 
 
 async def test_nobody_goes_where_a_card_has_come_free() -> None:
-    """Not on another Node either. Of a Node without victims kube-scheduler makes an error."""
+    """Not on another Node either. Of a Node without victims kube-scheduler makes an error. No event
+    calls it a failure: the pod is filtered again.
+    """
     cluster = Cluster(2)
-    cluster.runs(a_pod("a", 0, 0, 1))
+    cluster.runs(a_pod("a", 0, 0, 1, metadata=in_a_gang()))
     assert await cluster.victims(a_preemptor(), {"n0": [], "n1": []}) == {}
+    assert cluster.told == []
+
+
+async def test_a_pod_is_told_that_preemption_would_not_help() -> None:
+    """vgpu-manager §5.9: without the event, its owner sees kube-scheduler's sentence alone, and not
+    that the cards were the reason. Once, for kube-scheduler tries again and again.
+    """
+    cluster = Cluster(2)
+    for node in range(2):
+        cluster.runs(a_pod(f"high{node}", node, 0, 1, priority=200, metadata=in_a_gang()))
+        cluster.runs(a_pod(f"web{node}", node))
+    for _ in range(2):
+        proposed = {"n0": ["uid-web0"], "n1": ["uid-web1"]}
+        assert await cluster.victims(a_preemptor(), proposed) == {}
+    ((name, reason, text),) = cluster.told
+    assert (name, reason) == ("high", "PreemptionFailed")
+    assert text.startswith("preemption: 0/2 nodes are available: ")
+
+
+async def test_pods_that_may_not_preempt_or_ask_for_no_cards_are_told_nothing() -> None:
+    """Nobody looked for victims of theirs."""
+    cluster = Cluster(1)
+    cluster.runs(a_pod("a", 0, 0, 1, metadata=in_a_gang()))
+    assert await cluster.victims(a_preemptor(preemptionPolicy="Never"), {"n0": ["uid-a"]}) == {}
+    assert await cluster.victims(a_preemptor(number=0), {"n0": ["uid-a"]}) == {"n0": ["uid-a"]}
+    assert await cluster.victims(a_preemptor(), {}) == {}
+    assert cluster.told == []
+
+
+async def test_a_pod_is_told_which_gangs_it_may_break_up() -> None:
+    """vgpu-manager §5.9: of the victims on any of the Nodes, as kube-scheduler has still to choose.
+    Neither those of pods that stay nor those of pods in none.
+    """
+    cluster = Cluster(3)
+    cluster.runs(a_pod("one", 0, 0, 1, metadata=in_a_gang()))
+    cluster.runs(a_pod("two", 1, 0, 1, metadata=in_a_gang(namespace="bank")))
+    cluster.runs(a_pod("three", 2, 0, 1))
+    cluster.runs(a_pod("stays", 2, priority=200, metadata=in_a_gang("stays")))
+    found = await cluster.victims(a_preemptor(), {f"n{node}": [] for node in range(3)})
+    assert found == {"n0": ["uid-one"], "n1": ["uid-two"], "n2": ["uid-three"]}
+    ((name, reason, text),) = cluster.told
+    assert (name, reason) == ("high", "GangDisruptedByPreemption")
+    assert "together: 'default/train' and 1 of other namespaces; " in text
+    assert cluster.journal.entries[-1].facts["gangs"] == ["bank/train", "default/train"]
 
 
 async def test_promises_count_and_are_no_victims() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vgpu_agent.placement.nodes.book import Holding
     from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
@@ -120,6 +120,12 @@ class SchedulingFamily(Protocol):
 
         Raises:
             RequestRefusedError: no Node can ever serve it.
+        """
+        ...
+
+    def misspelt(self, pod: Pod) -> Sequence[str]:
+        """Return a sentence for each policy of a pod whose word means nothing, and so counts as
+        none.
         """
         ...
 

@@ -351,6 +351,8 @@ class Extender:
                 {"items": arguments.nodes.items or []} if arguments.nodes else None,
                 arguments.node_names,
             )
+        if self._events is not None and (wrong := self._family.misspelt(pod)):
+            self._events.policy_invalid(pod, wrong)
         candidates = arguments.candidates()
         if not candidates:
             raise RequestRefusedError("No schedulable nodes")
@@ -416,6 +418,8 @@ class Extender:
             self._promise(pod, choice.holding, wanted)
             self._known.promise(pod)
             self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
+            if self._events is not None:
+                self._events.matched(pod, choice.node)
         else:
             self._metrics.count_refused(wanted.demand, choice.reasons.values())
             if self._events is not None:

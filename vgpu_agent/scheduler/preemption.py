@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.errors import AgentError, RequestRefusedError
+from vgpu_agent.errors import AgentError, RequestRefusedError, shortened_ids
 from vgpu_agent.placement.nodes.alignment import windows
 from vgpu_agent.placement.nodes.book import unwanted
 from vgpu_agent.placement.nodes.reasons import Reason
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.alignment import Alignment
     from vgpu_agent.scheduler.known_pods import KnownPods
     from vgpu_agent.scheduler.messages import PreemptionArguments, Proposal
+    from vgpu_agent.scheduler.pod_events import PodEvents
 
 # Nodes after which others have their turn; each takes less than a millisecond.
 _NODES_AT_ONCE = 16
@@ -60,6 +61,7 @@ class _Preemptor(msgspec.Struct, frozen=True):
         anchor: where its fellows are.
         spared: UIDs of the protected pods that were counted for it: one is looked at once for each
             part of its Node where the pod may go.
+        gangs: the gangs of its victims on all Nodes.
     """
 
     uid: str
@@ -68,6 +70,7 @@ class _Preemptor(msgspec.Struct, frozen=True):
     verdicts: Verdicts
     anchor: Anchor
     spared: set[str]
+    gangs: set[str]
 
 
 class Preemption:
@@ -85,6 +88,7 @@ class Preemption:
         counted: Callable[[str], frozenset[str]],
         journal: Journal,
         metrics: Metrics | None = None,
+        events: PodEvents | None = None,
     ) -> None:
         """Build it.
 
@@ -98,11 +102,12 @@ class Preemption:
             counted: Node → the extended resources that it has, which kube-scheduler may count.
             journal: what is answered is recorded there.
             metrics: what is answered is counted there.
+            events: pods are told there; None tells them nothing.
         """
         self._book, self._family, self._read_pod = book, family, read_pod
         self._known, self._alignment = known, alignment
         self._budgets, self._counted = budgets, counted
-        self._journal, self._metrics = journal, metrics or Metrics()
+        self._journal, self._metrics, self._events = journal, metrics or Metrics(), events
 
     async def answer(self, body: bytes) -> bytes:
         """Answer a question.
@@ -133,7 +138,9 @@ class Preemption:
         if not pod.scheduling.may_preempt:
             return {}
         anchor = self._alignment.anchor(pod, wanted.demand)
-        preemptor = _Preemptor(pod.uid, pod.scheduling, wanted.demand, Verdicts(), anchor, set())
+        preemptor = _Preemptor(
+            pod.uid, pod.scheduling, wanted.demand, Verdicts(), anchor, set(), set()
+        )
         found: dict[str, MetaVictims] = {}
         for number, (name, proposal) in enumerate(proposals.items(), start=1):
             victims = self._on_node(name, proposal, preemptor)
@@ -145,10 +152,26 @@ class Preemption:
                 found[name] = victims
             if number % _NODES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        self._journal.record(
-            "scheduler.preemption", pod=pod.full_name, asked=len(proposals), nodes=len(found)
-        )
+        self._report(pod, len(proposals), len(found), sorted(preemptor.gangs))
         return found
+
+    def _report(self, pod: Pod, asked: int, found: int, gangs: Sequence[str]) -> None:
+        """Record the answer, and tell the pod what it may mean; ``asked`` and ``found`` are numbers
+        of Nodes.
+        """
+        self._journal.record(
+            "scheduler.preemption",
+            pod=pod.full_name,
+            asked=asked,
+            nodes=found,
+            gangs=shortened_ids(gangs),
+        )
+        if self._events is None:
+            return
+        if gangs:
+            self._events.gangs_disrupted(pod, gangs)
+        if asked and not found:
+            self._events.not_preempted(pod, asked)
 
     def _on_node(self, name: str, proposal: Proposal, preemptor: _Preemptor) -> MetaVictims | None:
         """Return the victims on a Node; None where the pod would not fit without them either."""
@@ -158,6 +181,7 @@ class Preemption:
         chosen = self._chosen(name, view, proposal, preemptor)
         if chosen is None:
             return None
+        preemptor.gangs.update(each.facts.gang for each in chosen if each.facts and each.facts.gang)
         uids = [victim.uid for victim in chosen]
         self._metrics.count_added(len([uid for uid in uids if uid not in proposal.pods]))
         if uids == list(proposal.pods):

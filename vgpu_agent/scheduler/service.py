@@ -189,6 +189,7 @@ class Service:
                 changed=self._role_changed,
             )
         book, known, budgets = Book(), KnownPods(), Budgets()
+        events = PodEvents(self._events)
         read_pod = with_facts(decode.pods_with(family.pod_keys))
         self._extender = Extender(
             book=book,
@@ -198,7 +199,7 @@ class Service:
             journal=self._journal,
             grace_seconds=options.grace_seconds,
             metrics=self.metrics,
-            events=PodEvents(self._events),
+            events=events,
             known=known,
             leads=lambda: self.leads,
         )
@@ -220,6 +221,7 @@ class Service:
             counted=extender.resources,
             journal=self._journal,
             metrics=self.metrics,
+            events=events,
         )
         self._budgets = Reflector(
             self._client,

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.errors import CapacityError, RequestRefusedError, listed, quoted
+from vgpu_agent.errors import CapacityError, RequestRefusedError, quoted
 from vgpu_agent.families.family import Remark
 from vgpu_agent.families.vgpu_manager.node_state import link_types
 from vgpu_agent.families.vgpu_manager.offer import cores_percent, memory_mib, shared_gpus
-from vgpu_agent.families.vgpu_manager.requests import listed_texts, read_request
+from vgpu_agent.families.vgpu_manager.requests import (
+    listed_texts,
+    misspelt_word,
+    policy_word,
+    read_request,
+)
 from vgpu_agent.model import Share
 from vgpu_agent.placement.mixing import OTHERS
 from vgpu_agent.placement.rooms import DeviceDemand, fitting_rooms
@@ -34,8 +39,6 @@ from vgpu_agent.placement.topology import (
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vgpu_agent.families.family import Question
     from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
     from vgpu_agent.model import DeviceRoom
@@ -84,9 +87,13 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         room.device: room
         for room in fitting_rooms(rooms, demand, refused=_unwanted(pod, question, options))
     }
-    remarks: list[Remark] = []
-    policy = _word(pod, keys.device_policy, POLICIES, remarks)
-    mode = _word(pod, keys.topology_mode, MODES, remarks)
+    wordings = ((keys.device_policy, POLICIES), (keys.topology_mode, MODES))
+    policy, mode = (policy_word(pod, key, words) for key, words in wordings)
+    remarks = [
+        Remark(POLICY_INVALID, text)
+        for key, words in wordings
+        if (text := misspelt_word(pod, key, words))
+    ]
     candidates = _in_order(question, fitting, policy, options)
     chosen = _chosen(question, candidates, container, policy, mode)
     cards_by_number = sorted(chosen.cards, key=lambda card: card.number)
@@ -103,20 +110,6 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
     )
     rules = (policy if policy != NONE else "in order", *(() if mode == NONE else (mode,)))
     return Placed(shares, ", ".join(rules), tuple(remarks))
-
-
-def _word(pod: Pod, key: str, words: Sequence[str], remarks: list[Remark]) -> str:
-    """The word of an annotation; one that means nothing counts as none, and its pod's owner is told
-    (vgpu-manager §4.1).
-    """
-    word = pod.annotations.get(key, "").strip().lower()
-    if word and word not in {*words, NONE}:
-        text = (
-            f"annotation {key}={quoted(word, 40)} means nothing and counts as {NONE}; expected "
-            f"{listed([*words, NONE])}"
-        )
-        remarks.append(Remark(POLICY_INVALID, text))
-    return word if word in words else NONE
 
 
 def _refuse_other_memory_policy(pod: Pod, options: VgpuManagerOptions) -> None:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.errors import RequestRefusedError, quoted
+from vgpu_agent.errors import RequestRefusedError, listed, quoted
 from vgpu_agent.families.vgpu_manager.claims import MAX_CARDS
 from vgpu_agent.isolation.vgpu_control import DISABLED_BY, ComputePolicy, is_switched_on
+from vgpu_agent.placement.topology import NONE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vgpu_agent.families.vgpu_manager.keys import Keys
     from vgpu_agent.pods import Pod, PodContainer
@@ -73,6 +74,27 @@ def compute_policy(pod: Pod, node_annotations: Mapping[str, str], keys: Keys) ->
         with contextlib.suppress(ValueError):
             return ComputePolicy(texts.get(keys.compute_policy, "").strip().lower())
     return ComputePolicy.FIXED
+
+
+def policy_word(pod: Pod, key: str, words: Sequence[str]) -> str:
+    """Return the word of an annotation; one that is none of ``words`` counts as none
+    (vgpu-manager §4.1).
+    """
+    word = pod.annotations.get(key, "").strip().lower()
+    return word if word in words else NONE
+
+
+def misspelt_word(pod: Pod, key: str, words: Sequence[str]) -> str:
+    """Return a sentence for the owner of a pod if the word of an annotation means nothing; empty
+    otherwise.
+    """
+    word = pod.annotations.get(key, "").strip().lower()
+    if not word or word in {*words, NONE}:
+        return ""
+    return (
+        f"annotation {key}={quoted(word, 40)} means nothing and counts as {NONE}; expected "
+        f"{listed([*words, NONE])}"
+    )
 
 
 def listed_texts(pod: Pod, key: str) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from vgpu_agent.placement.rooms import BINPACK
 from vgpu_agent.pods import ContainerKind, DesiredPod, PodKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vgpu_agent.families.scheduling import SchedulingOptions
     from vgpu_agent.pods import Pod
@@ -166,6 +166,10 @@ class VolcanoScheduling:
             types_cut_numbers=self._options.types_cut_numbers,
         )
         return PodDemand(demand, tuple(each.name for each in asking))
+
+    def misspelt(self, _pod: Pod) -> Sequence[str]:
+        """See `SchedulingFamily`; Volcano's policies are none of a pod's."""
+        return ()
 
     def read_holding(self, pod: Pod) -> Holding | None:
         """See `SchedulingFamily`. Only what schedulers write once counts, and only of bound pods

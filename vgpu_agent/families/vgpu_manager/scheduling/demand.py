@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.scheduling import DEFAULTS, Incomplete
-from vgpu_agent.families.vgpu_manager.requests import asks, listed_texts, read_request
+from vgpu_agent.families.vgpu_manager.requests import (
+    asks,
+    listed_texts,
+    misspelt_word,
+    policy_word,
+    read_request,
+)
 from vgpu_agent.placement.nodes.demand import (
     PHYSICAL,
     VIRTUAL,
@@ -14,11 +20,9 @@ from vgpu_agent.placement.nodes.demand import (
     Demand,
     PodDemand,
 )
-from vgpu_agent.placement.topology import LINK, LINK_STRICT, MODES, NONE, POLICIES
+from vgpu_agent.placement.topology import LINK, LINK_STRICT, MODES, POLICIES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vgpu_agent.families.scheduling import SchedulingOptions
     from vgpu_agent.families.vgpu_manager.keys import Keys
     from vgpu_agent.families.vgpu_manager.requests import Request
@@ -46,10 +50,6 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
         for container in asking
     )
 
-    def word(key: str, words: Sequence[str]) -> str:
-        found = pod.annotations.get(key, "").strip().lower()
-        return found if found in words else NONE
-
     def entries(key: str) -> tuple[str, ...]:
         found = set(listed_texts(pod, key))
         if len(found) > _MAX_ENTRIES:
@@ -59,12 +59,13 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
             )
         return tuple(sorted(found))
 
+    mode = policy_word(pod, keys.topology_mode, MODES)
     memory = pod.annotations.get(keys.memory_policy, "").strip().lower()
     demand = Demand(
         containers,
-        word(keys.node_policy, POLICIES),
-        word(keys.device_policy, POLICIES),
-        word(keys.topology_mode, MODES),
+        policy_word(pod, keys.node_policy, POLICIES),
+        policy_word(pod, keys.device_policy, POLICIES),
+        mode,
         VIRTUAL if memory.startswith("virt") else PHYSICAL if memory.startswith("phy") else "",
         entries(keys.include_type),
         entries(keys.exclude_type),
@@ -72,11 +73,21 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
         entries(keys.exclude_uuid),
         options.types_cut_numbers,
         aligned=(
-            word(keys.topology_mode, MODES) in {LINK, LINK_STRICT}
+            mode in {LINK, LINK_STRICT}
             and pod.annotations.get(keys.cross_pod, "").strip().lower() == "true"
         ),
     )
     return PodDemand(demand, tuple(container.name for container in asking))
+
+
+def misspelt(pod: Pod, keys: Keys) -> tuple[str, ...]:
+    """Return a sentence for each policy of a pod whose word counts as ``none`` and is another."""
+    rules = (
+        (keys.node_policy, POLICIES),
+        (keys.device_policy, POLICIES),
+        (keys.topology_mode, MODES),
+    )
+    return tuple(text for key, known in rules if (text := misspelt_word(pod, key, known)))
 
 
 def _container_demand(

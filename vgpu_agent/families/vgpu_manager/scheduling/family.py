@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from vgpu_agent.families.scheduling import DEFAULTS, Words
 from vgpu_agent.families.vgpu_manager.claims import ContainerClaim, DeviceClaim, write_claims
 from vgpu_agent.families.vgpu_manager.pod_state import ALLOCATING, node_label
-from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
+from vgpu_agent.families.vgpu_manager.scheduling.demand import misspelt, read_demand
 from vgpu_agent.families.vgpu_manager.scheduling.holdings import holding_of
 from vgpu_agent.families.vgpu_manager.scheduling.node_cards import read_cards
 from vgpu_agent.pods import DesiredPod, PodKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vgpu_agent.families.scheduling import SchedulingOptions
     from vgpu_agent.families.vgpu_manager.keys import Keys
@@ -79,6 +79,10 @@ class VgpuManagerScheduling:
     def read_demand(self, pod: Pod) -> PodDemand | None:
         """See `SchedulingFamily`."""
         return read_demand(pod, self._keys, self._options)
+
+    def misspelt(self, pod: Pod) -> Sequence[str]:
+        """See `SchedulingFamily`."""
+        return misspelt(pod, self._keys)
 
     def read_holding(self, pod: Pod) -> Holding | None:
         """See `SchedulingFamily`."""
