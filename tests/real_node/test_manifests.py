@@ -187,8 +187,10 @@ def test_every_component_builds_and_is_accepted(deployed: Deployed, tmp_path: Pa
     and what they add is what they say.
     """
     rig = deployed.rig
-    # own-node-only is in the base already, and the same object twice is an error.
-    objects = kustomized(rig, tmp_path, [name for name in _COMPONENTS if name != "own-node-only"])
+    # own-node-only is in the base already, and the same object twice is an error. The last three
+    # exclude each other, and this API server has no policy/v1beta1.
+    left_out = {"own-node-only", "scheduler-1.24", "scheduler-1.21", "scheduler-1.20"}
+    objects = kustomized(rig, tmp_path, [name for name in _COMPONENTS if name not in left_out])
     rig.api.post("/api/v1/namespaces", {"metadata": {"name": "volcano-system"}})
     try:
         rig.kubectl(
@@ -211,6 +213,30 @@ def test_every_component_builds_and_is_accepted(deployed: Deployed, tmp_path: Pa
         ("Role", "vgpu-agent", "kube-system"),
         ("ValidatingAdmissionPolicy", "vgpu-agent-own-node-only", ""),
     }
+
+
+def test_the_components_for_old_schedulers_change_the_one_for_new_ones(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """One line beside that of components/scheduler; tests/manifests compare what they say."""
+    expected = {
+        "scheduler-1.24": ("config.yaml", "--config", "policy/v1"),
+        "scheduler-1.21": ("policy.json", "--policy-config-file", "policy/v1"),
+        "scheduler-1.20": ("policy.json", "--policy-config-file", "policy/v1beta1"),
+    }
+    for name, (file, flag, version) in expected.items():
+        objects = {
+            each["kind"]: each
+            for each in kustomized(rig, tmp_path, ["scheduler", name])
+            if each["metadata"]["name"] == "vgpu-scheduler"
+        }
+        assert objects["ConfigMap"]["data"].keys() == {file}
+        containers = objects["Deployment"]["spec"]["template"]["spec"]["containers"]
+        command = containers[0]["command"]
+        assert f"{flag}=/etc/kube-scheduler/{file}" in command
+        assert len(containers) == 2
+        assert objects["PodDisruptionBudget"]["apiVersion"] == version
+    assert '"preemptVerb"' not in objects["ConfigMap"]["data"]["policy.json"]
 
 
 _SHARING = """\
