@@ -123,7 +123,8 @@ def test_a_whole_card_of_compute_may_stand_beside_memory_alone() -> None:
     ("annotations", "numbers"),
     [
         ({"include_type": "a100"}, [1]),
-        ({"include_type": "A10"}, [0, 1]),  # the trap: A10 is in A100, too
+        ({"include_type": "A10"}, [0]),
+        ({"exclude_type": "A10"}, [1]),  # A10 is no A100
         ({"include_type": "A10", "exclude_type": "A100"}, [0]),
         ({"exclude_type": " , a100 ,"}, [0]),
         ({"include_uuid": U1[:12].lower()}, [1]),
@@ -135,7 +136,7 @@ def test_a_whole_card_of_compute_may_stand_beside_memory_alone() -> None:
 def test_cards_are_selected_by_a_part_of_type_or_uuid(
     annotations: dict[str, Any], numbers: list[int]
 ) -> None:
-    """vgpu-manager:D12: include and exclude both count, and A10 finds A100, as there."""
+    """vgpu-manager:D12: include and exclude both count. The rules are the extender's."""
     gpus = (INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], name="NVIDIA A100-SXM4"))
     node = msgspec.structs.replace(INVENTORY, gpus=gpus)
     asking = container(number=len(numbers) or 1, memory=1)
@@ -144,6 +145,18 @@ def test_cards_are_selected_by_a_part_of_type_or_uuid(
     else:
         with pytest.raises(CapacityError, match="of GPU"):
             placed(asking, node, **annotations)
+
+
+def test_the_old_rule_for_product_names_takes_a_part_of_a_number() -> None:
+    """vgpu-manager:D12: for annotations that were written for it, as with ``--type-match
+    substring`` of the extender. By default a container that wants two A10 waits.
+    """
+    gpus = (INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], name="NVIDIA A100-SXM4"))
+    node = msgspec.structs.replace(INVENTORY, gpus=gpus)
+    old = family(types_cut_numbers=True)
+    assert placed(TWO, node, of=old, include_type="A10") == [0, 1]
+    with pytest.raises(CapacityError, match="the pod wants another type of GPU"):
+        placed(TWO, node, include_type="A10")
 
 
 def test_an_endless_list_of_cards_is_refused() -> None:

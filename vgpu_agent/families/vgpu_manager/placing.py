@@ -24,6 +24,7 @@ from vgpu_agent.families.vgpu_manager.requests import (
 from vgpu_agent.model import Share
 from vgpu_agent.placement.mixing import OTHERS
 from vgpu_agent.placement.rooms import DeviceDemand, fitting_rooms
+from vgpu_agent.placement.selection import has_text, is_excluded, is_included, model_rule
 from vgpu_agent.placement.topology import (
     MODES,
     NONE,
@@ -125,22 +126,23 @@ def _refuse_other_memory_policy(pod: Pod, options: VgpuManagerOptions) -> None:
 
 
 def _unwanted(pod: Pod, question: Question, options: VgpuManagerOptions) -> dict[str, str]:
-    """Map each card to why the pod does not want it, empty where it does. An entry matches each
-    text that contains it, in upper or lower case, so ``A10`` also matches an ``A100`` (vgpu-manager
-    §4.1).
+    """Map each card to why the pod does not want it, empty where it does; by the rules of the
+    extender (`placement.selection`).
     """
     keys = options.keys
-    rules = (
-        ("type", listed_texts(pod, keys.include_type), listed_texts(pod, keys.exclude_type)),
-        ("UUID", listed_texts(pod, keys.include_uuid), listed_texts(pod, keys.exclude_uuid)),
-    )
+    of_models = model_rule(cut_numbers=options.types_cut_numbers)
+    types = listed_texts(pod, keys.include_type), listed_texts(pod, keys.exclude_type), of_models
+    uuids = listed_texts(pod, keys.include_uuid), listed_texts(pod, keys.exclude_uuid), has_text
     reasons = {}
     for gpu in shared_gpus(question.inventory, options):
         reasons[gpu.uuid] = ""
-        for (what, wanted, unwanted), text in zip(rules, (gpu.name, gpu.uuid), strict=True):
-            if wanted and not any(entry in text.lower() for entry in wanted):
+        for what, text, (wanted, unwanted, rule) in (
+            ("type", gpu.name, types),
+            ("UUID", gpu.uuid, uuids),
+        ):
+            if not is_included(text, wanted, rule):
                 reasons[gpu.uuid] = f"the pod wants another {what} of GPU"
-            elif any(entry in text.lower() for entry in unwanted):
+            elif is_excluded(text, unwanted, rule):
                 reasons[gpu.uuid] = f"the pod excludes this {what} of GPU"
     return reasons
 

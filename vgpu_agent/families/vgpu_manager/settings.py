@@ -180,6 +180,17 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         ),
     ] = ""
 
+    type_match: Annotated[
+        Literal["words", "substring"],
+        Meta(
+            description=(
+                "How the words of `include-gpu-type` and `exclude-gpu-type` match product names, "
+                "where the agent places a container. words: `A10` is no part of `A100`. substring: "
+                "it is, as for vgpu-manager. The extender has `--type-match` for the same."
+            )
+        ),
+    ] = "words"
+
     exporter: Exporter = msgspec.field(default_factory=Exporter)
 
     @property

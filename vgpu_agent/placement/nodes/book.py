@@ -25,6 +25,7 @@ from vgpu_agent.placement.nodes.allocation import (
 from vgpu_agent.placement.nodes.cards import Unfit
 from vgpu_agent.placement.nodes.ranking import rank
 from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.placement.selection import has_text, is_excluded, is_included, model_rule
 from vgpu_agent.placement.topology import NONE
 
 if TYPE_CHECKING:
@@ -582,8 +583,10 @@ def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[i
     for number, (card, uuid) in enumerate(zip(hardware.cards, uuids, strict=True)):
         if not _is_model_wanted(card.model, *types, cut_numbers=demand.types_cut_numbers):
             found[number] = Reason.DeviceTypeMismatch
-        elif (demand.include_uuids and not included) or not _is_wanted(
-            uuid, included, excluded, _has_text
+        elif (
+            (demand.include_uuids and not included)
+            or not is_included(uuid, included, has_text)
+            or is_excluded(uuid, excluded, has_text)
         ):
             found[number] = Reason.DeviceUUIDMismatch
     return found
@@ -593,38 +596,8 @@ def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[i
 def _is_model_wanted(
     model: str, included: tuple[str, ...], excluded: tuple[str, ...], *, cut_numbers: bool
 ) -> bool:
-    return _is_wanted(model, included, excluded, _has_text if cut_numbers else _has_name)
-
-
-def _is_wanted(
-    text: str,
-    included: Sequence[str],
-    excluded: Sequence[str],
-    matches: Callable[[str, str], bool],
-) -> bool:
-    low = text.lower()
-    return (not included or any(matches(low, entry) for entry in included)) and not any(
-        matches(low, entry) for entry in excluded
-    )
-
-
-def _has_text(text: str, entry: str) -> bool:
-    return entry in text
-
-
-def _has_name(text: str, entry: str) -> bool:
-    """Tell whether ``entry`` is a part of ``text`` and cuts no number: ``a10`` is no part of
-    ``nvidia a100``, which vgpu-manager takes for one (vgpu-manager §12.3); ``v100`` is a part of
-    ``tesla v100s``.
-    """
-    place = text.find(entry)
-    while place >= 0:
-        end = place + len(entry)
-        before, after = text[:place][-1:] + entry[:1], entry[-1:] + text[end : end + 1]
-        if not any(len(pair) == 2 and pair.isdecimal() for pair in (before, after)):
-            return True
-        place = text.find(entry, place + 1)
-    return False
+    rule = model_rule(cut_numbers=cut_numbers)
+    return is_included(model, included, rule) and not is_excluded(model, excluded, rule)
 
 
 def _footprint(uuids: Sequence[str], holding: Holding) -> Mapping[int, Amounts]:
