@@ -201,3 +201,48 @@ def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
     assert f'startsWith("{keys.mig("")}")' in variables["removableCapacity"]
     assert "removedAnnotations" not in variables["foreignLabels"]
     assert not re.search(r"startsWith", variables["foreignLabels"])
+
+
+def test_the_policy_of_pod_state_names_all_keys_and_those_who_write_them(
+    objects: dict[str, Any],
+) -> None:
+    """A key that is missing could still be forged; an account that is missing could not work. The
+    two of vgpu-manager are those of its chart, so that a cluster can be moved half by half.
+    """
+    policy, binding = documents_of("components/pod-state/policy.yaml")
+    spec, keys = policy["spec"], vgpu_manager.Keys()
+    assert binding["spec"] == {
+        "policyName": policy["metadata"]["name"],
+        "validationActions": ["Deny"],
+    }
+    variables = {each["name"]: each["expression"] for each in spec["variables"]}
+    assert re.findall(r'"([^"]+)"', variables["keys"]) == [
+        *keys.state_annotations,
+        *keys.state_labels,
+    ]
+    agent = objects["ServiceAccount"]["metadata"]
+    (scheduler,) = documents_of("components/scheduler/serviceaccount.yaml")
+    extender = scheduler["metadata"]
+    assert [each["expression"] for each in spec["matchConditions"]] == [
+        f'request.userInfo.username != "system:serviceaccount:{namespace}:{name}"'
+        for namespace, name in (
+            (extender["namespace"], extender["name"]),
+            (agent["namespace"], agent["name"]),
+            ("kube-system", "vgpu-manager-scheduler"),
+            ("kube-system", "vgpu-manager-device-plugin"),
+        )
+    ]
+    matched = {
+        (operation, resource)
+        for rule in spec["matchConstraints"]["resourceRules"]
+        for operation in rule["operations"]
+        for resource in rule["resources"]
+    }
+    assert matched == {
+        ("UPDATE", "pods"),
+        ("UPDATE", "pods/status"),
+        ("UPDATE", "pods/ephemeralcontainers"),
+        ("UPDATE", "pods/resize"),
+        ("CREATE", "pods"),
+    }
+    assert spec["failurePolicy"] == "Fail"

@@ -74,10 +74,13 @@ class _Connection(http.client.HTTPSConnection):
 class Api:
     """Requests as one user. Paths are the API's own, e.g. ``/api/v1/namespaces/default/pods``."""
 
-    def __init__(self, context: ssl.SSLContext, token: str, network_namespace: str | None) -> None:
+    def __init__(
+        self, context: ssl.SSLContext, token: str, network_namespace: str | None, user: str = ""
+    ) -> None:
         self._context = context
         self._token = token
         self._network_namespace = network_namespace
+        self._user = user
 
     @classmethod
     def of(
@@ -93,6 +96,12 @@ class Api:
     def as_bearer(self, token: str) -> Api:
         """The same server, asked with another token, such as a service account's."""
         return Api(self._context, token, self._network_namespace)
+
+    def as_user(self, name: str) -> Api:
+        """The same server, asked as a user whom this one impersonates. A service account of that
+        name need not exist.
+        """
+        return Api(self._context, self._token, self._network_namespace, name)
 
     def get(self, path: str) -> Json:
         """Raises: ApiError, as do all of these."""
@@ -243,6 +252,8 @@ class Api:
                 "Content-Type": content_type,
                 "Accept": accept,
             }
+            if self._user:
+                headers["Impersonate-User"] = self._user
             connection.request(
                 method, path, body=None if body is None else json.dumps(body), headers=headers
             )
