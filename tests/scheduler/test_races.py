@@ -248,6 +248,24 @@ async def test_cards_that_change_between_filter_and_bind_are_not_bound(
     assert await cluster.bind(pod, node) == ""
 
 
+async def test_a_card_that_falls_ill_while_labels_are_written_is_not_bound() -> None:
+    """The request before the Binding took long. Filtered again, the pod gets another card."""
+    cluster = StrictCluster(1)
+    pod = cluster.create("a", **SMALL)
+    cluster.filter(pod)
+    cluster.strict.slow["PATCH"] = asyncio.Event()
+    bind = asyncio.ensure_future(cluster.bind(pod, "n0"))
+    await asyncio.sleep(0)
+    change_node(cluster, entry(0, healthy=False), entry(1))
+    cluster.strict.slow["PATCH"].set()
+    assert "can no longer have its cards on n0" in await bind
+    assert cluster.bound("a") == ""
+    assert cluster.book.taken("n0") == FREE
+    cluster.filter(pod)
+    assert await cluster.bind(pod, "n0") == ""
+    assert cluster.book.taken("n0") == ((0, 0, 0), (1, 1024, 10))
+
+
 async def test_a_node_that_is_deleted_between_filter_and_bind_is_not_bound_to() -> None:
     """Created again, it may have other cards."""
     cluster = StrictCluster()

@@ -16,7 +16,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster.api import pod_path
-from vgpu_agent.errors import ClusterError, RequestRefusedError
+from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -42,7 +42,6 @@ class Bindings:
         *,
         look_up: Callable[[Pod], Awaitable[Pod | None]],
         journal: Journal,
-        leads: Callable[[], bool],
     ) -> None:
         """Build it.
 
@@ -50,18 +49,26 @@ class Bindings:
             api: the API server.
             look_up: reads a pod anew.
             journal: what is found out is recorded there.
-            leads: tells whether this extender may bind pods now.
         """
-        self._api, self._look_up, self._journal, self._leads = api, look_up, journal, leads
+        self._api, self._look_up, self._journal = api, look_up, journal
         self._takes_labels: bool | None = None
         self._late: set[asyncio.Task[None]] = set()
 
-    async def bind(self, pod: Pod, node: str, state: DesiredPod) -> None:
+    async def bind(
+        self, pod: Pod, node: str, state: DesiredPod, *, check: Callable[[], None]
+    ) -> None:
         """Bind a pod with its state.
+
+        Args:
+            pod: the pod.
+            node: its Node.
+            state: its annotations and labels.
+            check: raises `RequestRefusedError` if the pod must not be bound any more. It is called
+                after a request that comes before the Binding, which may have taken long.
 
         Raises:
             ClusterError: an API server refuses, or does not answer.
-            RequestRefusedError: the extender leads no longer.
+            RequestRefusedError: by ``check``.
         """
         labels = _texts(state.labels)
         # A Binding cannot remove a label, and some API servers do not replace one with it.
@@ -74,10 +81,7 @@ class Bindings:
                 if probe not in pod.labels:  # its author has set it, and a Binding would not
                     del written[probe]
             await self._patch(pod, {"labels": written})
-            if not self._leads():  # since that request, which may have taken long
-                raise RequestRefusedError(
-                    f"this extender leads no longer; pod {pod.full_name} is not bound"
-                )
+            check()
         await self.post(pod.namespace, pod.name, pod.uid, node, _texts(state.annotations), labels)
 
     async def post(

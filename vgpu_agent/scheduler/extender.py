@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 # Codes of the API server that mean that it has not done what was asked of it.
 _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
+_AGAIN = "kube-scheduler will filter it again"
 _TEXTS = {reason: reason.value for reason in Reason}
 # kube-scheduler tries each pod again after five minutes, whatever it was told.
 _TRIES_SECONDS, _MAX_TRIES, _MAX_REFUSED = 300.0, 10, 10_000
@@ -108,6 +109,14 @@ def _is_as_promised(found: Pod | None, promise: _Promise) -> bool:
     answer alone: if the watch never shows the pod, it never shows its end.
     """
     return found is not None and not found.ended and found.node == promise.holding.node
+
+
+def _lost(promise: _Promise) -> RequestRefusedError:
+    """Return the refusal of a bind whose cards are not those of the filter any more."""
+    return RequestRefusedError(
+        f"pod {promise.pod.full_name} can no longer have its cards on {promise.holding.node}: they "
+        f"have changed, or another pod has them; {_AGAIN}"
+    )
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -172,7 +181,7 @@ class Extender:
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
-        self._bindings = Bindings(api, look_up=self._look_up, journal=journal, leads=leads)
+        self._bindings = Bindings(api, look_up=self._look_up, journal=journal)
         self._promises: dict[str, _Promise] = {}
         self._last_bind_ns = 0  # unix time
         self._resources: dict[str, frozenset[str]] = {}  # Node → its extended resources
@@ -495,7 +504,9 @@ class Extender:
         may_be_bound, promise.binding, promise.under_way = promise.binding, True, True
         promise.state = state
         try:
-            await self._bindings.bind(promise.pod, arguments.node, state)
+            await self._bindings.bind(
+                promise.pod, arguments.node, state, check=lambda: self._check_again(promise)
+            )
         except AgentError as err:
             if not await self._is_bound(promise, err, may_be_bound=may_be_bound):
                 if self._events is not None:
@@ -511,7 +522,6 @@ class Extender:
     def _check(self, arguments: BindingArguments, promise: _Promise) -> None:
         """Raise `RequestRefusedError` if the pod cannot be bound with what was promised to it."""
         name, node = f"{arguments.pod_namespace}/{arguments.pod_name}", promise.holding.node
-        again = "kube-scheduler will filter it again"
         if promise.pod.full_name != name:
             raise RequestRefusedError(
                 f"UID {arguments.pod_uid} is that of pod {promise.pod.full_name}, not of {name}"
@@ -520,15 +530,25 @@ class Extender:
             raise RequestRefusedError(f"pod {name} is being bound to {node} already")
         if node != arguments.node:
             raise RequestRefusedError(
-                f"pod {name} has its cards on {node}, and not on {arguments.node}; {again}"
+                f"pod {name} has its cards on {node}, and not on {arguments.node}; {_AGAIN}"
             )
         if not self._book.can_keep(arguments.pod_uid):
             if not promise.binding:
                 self._end_promise(arguments.pod_uid)
-            raise RequestRefusedError(
-                f"pod {name} can no longer have its cards on {node}: they have changed, or another "
-                f"pod has them; {again}"
-            )
+            raise _lost(promise)
+
+    def _check_again(self, promise: _Promise) -> None:
+        """Raise `RequestRefusedError` if a pod must not be bound any more, though its labels have
+        been written: this extender leads no longer, or its cards have changed since.
+        """
+        name = promise.pod.full_name
+        if not self._leads():
+            raise RequestRefusedError(f"this extender leads no longer; pod {name} is not bound")
+        # where the watch has ended the promise meanwhile, the API server knows what became of it
+        if self._promises.get(promise.pod.uid) is promise and not self._book.can_keep(
+            promise.pod.uid
+        ):
+            raise _lost(promise)
 
     async def _is_bound(self, promise: _Promise, err: AgentError, *, may_be_bound: bool) -> bool:
         """Tell whether a pod is bound as promised although a bind has failed: an earlier one may
@@ -562,6 +582,5 @@ class Extender:
                     )
                     return
         raise RequestRefusedError(
-            f"no cards are kept for pod {pod.full_name} with UID {arguments.pod_uid}; "
-            "kube-scheduler will filter it again"
+            f"no cards are kept for pod {pod.full_name} with UID {arguments.pod_uid}; {_AGAIN}"
         )
