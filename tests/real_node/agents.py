@@ -186,6 +186,14 @@ def wait_allocatable(rig: Rig, number: int, timeout: float = 20, *, resource: st
     )
 
 
+def wait_annotated(rig: Rig, key: str) -> None:
+    """Wait until the Node has this annotation."""
+    rig.wait_for(
+        lambda: key in rig.node()["metadata"].get("annotations", {}) or None,
+        what=f"the Node's annotation {key}",
+    )
+
+
 def kubelets_view(rig: Rig, resource: str = GPU, node: int = 1) -> dict[str, list[str]]:
     """Pod name → ids from pod-resources, asked by a client of our own."""
     with grpc.insecure_channel(

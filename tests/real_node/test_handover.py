@@ -72,8 +72,13 @@ def _pod(name: str, resource: str, then: str) -> dict[str, Any]:
     )
 
 
-def _printed(rig: Rig, name: str) -> list[float]:
-    return [float(line.split()[0]) for line in rig.logs(name).splitlines()]
+def _printed(rig: Rig, name: str, number: int) -> list[float]:
+    """Return so many times that a container has printed, once it has."""
+    lines = rig.wait_for(
+        lambda: found if len(found := rig.logs(name).splitlines()) >= number else None,
+        what=f"{number} lines of {name}",
+    )
+    return [float(line.split()[0]) for line in lines]
 
 
 def _releases(agent: NodeAgent) -> list[dict[str, Any]]:
@@ -111,9 +116,9 @@ def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(
         free_at = _wait_count(rig, resource, ALL[resource])
         ours.append(round(free_at - reported_at, 2))
         wait_running(rig, [f"pod-{number}"])
-        _, ended_at = _printed(rig, f"pod-{number - 1}")
+        _, ended_at = _printed(rig, f"pod-{number - 1}", 2)
         possible.append(round(free_at - ended_at, 2))
-        started.append(round(_printed(rig, f"pod-{number}")[0] - ended_at, 2))
+        started.append(round(_printed(rig, f"pod-{number}", 1)[0] - ended_at, 2))
         ended.append(ended_at)
     released = [
         round(_booted(line["ts"]) - at, 2)

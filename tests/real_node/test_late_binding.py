@@ -18,7 +18,7 @@ from tests.real_node.rig.manifests import container, pod
 from tests.replacing import replace_text
 
 RESOURCE = "vgpu-agent.test/late"
-PRINT = 'echo "GRANT=$GRANT_POD $GRANT_UID"; ls /dev/granted; sleep 100000'
+PRINT = 'ls /dev/granted; echo "GRANT=$GRANT_POD $GRANT_UID"; sleep 100000'
 _PROJECT = Path(__file__).resolve().parents[2]
 Start = Callable[[], subprocess.Popen[bytes]]
 
@@ -110,7 +110,8 @@ def test_a_refused_start_waits_with_our_text_and_goes_on_when_it_may(
     assert "the pod has not been seen by the scheduler yet" in message
     refusal.unlink()
     rig.wait_for_phase("patient", "Running", 60)
-    assert _grant(rig, "patient") == f"default/patient/main {_uid(rig, 'patient')}"
+    grant = rig.wait_for(lambda: _grant(rig, "patient"), 20, what="the output of patient")
+    assert grant == f"default/patient/main {_uid(rig, 'patient')}"
 
 
 def test_after_a_graceful_stop_a_crashed_container_restarts_without_the_plugin(

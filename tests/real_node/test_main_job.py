@@ -29,7 +29,7 @@ from tests.real_node.rig.manifests import container, pod
 from tests.replacing import replace_text
 
 PRINT = (
-    'echo "NVIDIA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES"; ls -l /dev/nvidia* 2>/dev/null; sleep '
+    'ls -l /dev/nvidia* 2>/dev/null; echo "NVIDIA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES"; sleep '
     "100000"
 )
 StartAgent = Callable[..., NodeAgent]

@@ -265,10 +265,11 @@ def test_a_removal_leaves_nothing_on_the_node_but_the_deleted_handshake(deployed
     rig.api.patch(path, {"data": {"config.yaml": _SHARING}}, content_type=MERGE)
     rig.kubectl("rollout", "restart", "daemonset/vgpu-agent", "-n", NAMESPACE)
     wait_until_rolled_out(rig)
-    assert {
-        "vgpu-agent.internal/volcano-vgpu-isolation",
-        "volcano.sh/node-vgpu-register",
-    } < _left_on_the_node(rig).keys()
+    written = {"vgpu-agent.internal/volcano-vgpu-isolation", "volcano.sh/node-vgpu-register"}
+    rig.wait_for(
+        lambda: written < _left_on_the_node(rig).keys() or None,
+        what="the agent's annotations, of which its readiness says nothing",
+    )
 
     rig.kubectl("delete", "daemonset", "vgpu-agent", "-n", NAMESPACE, "--cascade=foreground")
     rig.wait_for(lambda: not rig.pods(namespace=NAMESPACE), 40, what="the agent's end")

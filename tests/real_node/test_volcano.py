@@ -24,6 +24,7 @@ from tests.real_node.volcano import (
 )
 from tests.real_node.volcano_node import (
     MEMORY_MIB,
+    REGISTER,
     U0,
     U1,
     seen,
@@ -34,7 +35,6 @@ from tests.real_node.volcano_node import (
     wait_served,
 )
 
-REGISTER = "volcano.sh/node-vgpu-register"
 MIB = 1 << 20
 
 

@@ -15,6 +15,7 @@ from tests.real_node.rig import Rig
 from tests.real_node.volcano import VolcanoScheduler, annotations_of, vgpu, volcano_pod
 from tests.real_node.volcano_node import (
     COARSE_CONFIG,
+    REGISTER,
     UNIT_MIB,
     restarted,
     seen,
@@ -24,8 +25,6 @@ from tests.real_node.volcano_node import (
     wait_running,
     wait_served,
 )
-
-REGISTER = "volcano.sh/node-vgpu-register"
 
 
 @pytest.fixture

@@ -14,7 +14,13 @@ from http import HTTPStatus
 from typing import Any
 
 from tests import constants
-from tests.real_node.agents import QUICK, QUICK_CONSTANTS, NodeAgent, wait_allocatable
+from tests.real_node.agents import (
+    QUICK,
+    QUICK_CONSTANTS,
+    NodeAgent,
+    wait_allocatable,
+    wait_annotated,
+)
 from tests.real_node.rig import Rig
 from tests.real_node.rig.api import ApiError
 from tests.real_node.rig.manifests import container, pod
@@ -96,9 +102,12 @@ def vgpu_manager_agent(rig: Rig) -> NodeAgent:
 
 
 def start(agent: NodeAgent) -> NodeAgent:
-    """Start it and wait until the node's status shows its vGPUs."""
+    """Start it and wait until the Node shows its vGPUs and its annotations, which are written
+    independently.
+    """
     agent.start()
     wait_allocatable(agent.rig, 2 * SPLIT, PATIENCE_SECONDS, resource=NUMBER)
+    wait_annotated(agent.rig, REGISTER)
     return agent
 
 

@@ -14,13 +14,20 @@ from http import HTTPStatus
 from typing import Any
 
 from tests import constants
-from tests.real_node.agents import QUICK, QUICK_CONSTANTS, NodeAgent, wait_allocatable
+from tests.real_node.agents import (
+    QUICK,
+    QUICK_CONSTANTS,
+    NodeAgent,
+    wait_allocatable,
+    wait_annotated,
+)
 from tests.real_node.rig import Rig
 from tests.real_node.rig.api import ApiError
 from tests.real_node.rig.manifests import container
 from tests.real_node.volcano import VGPU, annotations_of
 from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
 
+REGISTER = "volcano.sh/node-vgpu-register"
 U0, U1 = "GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"
 MODEL, MEMORY_MIB = "A10", 23028
 
@@ -109,7 +116,9 @@ def volcano_agent(
 
 
 def start_vgpu(agent: NodeAgent, unit_mib: int = 1) -> NodeAgent:
-    """Start it and wait until the node's status shows all of its vGPU resources."""
+    """Start it and wait until the Node shows all of its vGPU resources and its cards, which are
+    written independently.
+    """
     agent.start()
     for name, number in {
         "number": 20,
@@ -117,6 +126,7 @@ def start_vgpu(agent: NodeAgent, unit_mib: int = 1) -> NodeAgent:
         "cores": 200,
     }.items():
         wait_allocatable(agent.rig, number, resource=VGPU + name)
+    wait_annotated(agent.rig, REGISTER)
     return agent
 
 
