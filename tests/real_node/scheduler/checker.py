@@ -1,8 +1,8 @@
 """Judges the claims of all bound pods of a cluster: each pod has what it asks for, and no card is
 given out beyond its size.
 
-Written from the contract alone (vgpu-manager §3, §4.1, §4.2, §4.4, §5.3), so that a mistake of the
-agent's placement cannot hide here.
+Written from the contract alone (vgpu-manager §3, §4.1, §4.2, §4.4, §5.3, §5.6), so that a mistake
+of the agent's placement cannot hide here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 Json = dict[str, Any]
 _CONTAINER = re.compile(r"([^\[\];]+)\[([^\[\]]*)\]\Z")
 _LONGEST_LABEL = 63
+_LEAST_NVLINK = 7
 
 
 @dataclasses.dataclass
@@ -134,6 +135,34 @@ def fits_somewhere(nodes: Iterable[Json], verdict: Verdict, wanted: Amounts, num
         if free >= number:
             return str(name)
     return ""
+
+
+def linked_groups(node: Json) -> list[set[str]]:
+    """Return the UUIDs of the cards of a Node by what NVLinks join, directly or over others; a card
+    without NVLinks is a group of its own (vgpu-manager §3, §5.6).
+    """
+    uuids = list(cards_of(node))
+    text = node["metadata"]["annotations"].get("nvidia.com/node-device-topology", "[]")
+    groups = [{uuid} for uuid in uuids]
+    for each in json.loads(text):
+        for other, links in each["links"].items():
+            if max(links, default=0) >= _LEAST_NVLINK:
+                pair = {uuids[each["index"]], uuids[int(other)]}
+                joined = [group for group in groups if group & pair]
+                groups = [group for group in groups if not group & pair]
+                groups.append(set[str]().union(*joined))
+    return groups
+
+
+def cards_of_pods(pods: Iterable[Json]) -> dict[str, set[str]]:
+    """Return Node → the UUIDs that these bound pods claim on it."""
+    found: dict[str, set[str]] = {}
+    for pod in pods:
+        claims = claims_of(pod["metadata"]["annotations"]["nvidia.com/pre-allocated"])
+        found.setdefault(pod["spec"]["nodeName"], set()).update(
+            each.uuid for of_container in claims.values() for each in of_container
+        )
+    return found
 
 
 def _asked(pod: Json) -> dict[str, _Asked]:

@@ -20,8 +20,11 @@ SLOTS = 10
 SCHEDULER = "vgpu-scheduler"
 PODS = "/api/v1/namespaces/default/pods"
 _NODES = "/api/v1/nodes"
+_UNREACHABLE = "node.kubernetes.io/unreachable"
 # Cards 0 to 3 and 4 to 7 are behind one switch each, with NVLinks between neighbours.
 _SAME_SWITCH, _NEIGHBOURS, _OTHER_SOCKET = [5], [5, 10], [1]
+# Between all cards of a Node that has them joined, whatever their sockets.
+_NVSWITCH = [1, 18]
 
 Json = dict[str, Any]
 Policy = Literal["", "binpack", "spread"]
@@ -60,8 +63,10 @@ def register(node: int, *, cards: int = CARDS, ill: Iterable[int] = ()) -> str:
     )
 
 
-def _topology(cards: int) -> str:
+def _topology(cards: int, *, joined: bool = False) -> str:
     def link(one: int, other: int) -> list[int]:
+        if joined:
+            return _NVSWITCH
         if one * 2 // cards != other * 2 // cards:
             return _OTHER_SOCKET
         return _NEIGHBOURS if abs(one - other) == 1 else _SAME_SWITCH
@@ -78,8 +83,10 @@ def _topology(cards: int) -> str:
     )
 
 
-def node(number: int, *, cards: int = CARDS) -> Json:
-    """A Node as a kubelet and vgpu-manager's plugin leave it."""
+def node(number: int, *, cards: int = CARDS, joined: bool = False) -> Json:
+    """A Node as a kubelet and vgpu-manager's plugin leave it. With ``joined``, NVLinks join all of
+    its cards.
+    """
     resources = {
         "cpu": "128",
         "memory": "1Ti",
@@ -103,7 +110,7 @@ def node(number: int, *, cards: int = CARDS) -> Json:
                     f'{{"deviceSplit":{SLOTS},"coresScaling":1,"memoryFactor":1,"memoryScaling":1}}'
                 ),
                 "nvidia.com/node-device-register": register(number, cards=cards),
-                "nvidia.com/node-device-topology": _topology(cards),
+                "nvidia.com/node-device-topology": _topology(cards, joined=joined),
             },
         },
         # A kubelet, too, creates its Node with the status.
@@ -115,9 +122,30 @@ def node(number: int, *, cards: int = CARDS) -> Json:
     }
 
 
-def add_nodes(rig: Rig, numbers: Iterable[int], *, cards: int = CARDS) -> None:
-    """Create Nodes with these numbers."""
-    rig.api.send_all([("POST", _NODES, node(number, cards=cards)) for number in numbers])
+def add_nodes(
+    rig: Rig, numbers: Iterable[int], *, cards: int = CARDS, joined: bool = False
+) -> None:
+    """Create Nodes with these numbers; see `node`."""
+    made = [node(number, cards=cards, joined=joined) for number in numbers]
+    rig.api.send_all([("POST", _NODES, each) for each in made])
+
+
+def delete_node(rig: Rig, number: int) -> None:
+    """Delete a Node. Its pods stay, as they do until the controller of lost pods acts."""
+    rig.api.delete(f"{_NODES}/{node_name(number)}")
+
+
+def set_ready(rig: Rig, number: int, *, ready: bool) -> None:
+    """Write the condition and the taint of a Node whose kubelet has gone silent, as the controller
+    of Nodes does, or take both away.
+    """
+    path = f"{_NODES}/{node_name(number)}"
+    condition = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+    if not ready:
+        condition |= {"status": "Unknown", "reason": "NodeStatusUnknown"}
+    taints = [] if ready else [{"key": _UNREACHABLE, "effect": "NoSchedule"}]
+    rig.api.patch(f"{path}/status", {"status": {"conditions": [condition]}})
+    rig.api.patch(path, {"spec": {"taints": taints}})
 
 
 def mark_ill(rig: Rig, number: int, cards: Iterable[int]) -> None:
@@ -130,6 +158,11 @@ def remove_all(rig: Rig) -> None:
     """Delete all pods and Nodes. No kubelet ends these pods, so they go at once."""
     remove_pods(rig)
     rig.api.delete(_NODES)
+
+
+def remove_pod(rig: Rig, name: str) -> None:
+    """Delete a pod at once."""
+    rig.api.delete(f"{PODS}/{name}", {"kind": "DeleteOptions", "gracePeriodSeconds": 0})
 
 
 def remove_pods(rig: Rig) -> None:

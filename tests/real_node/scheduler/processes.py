@@ -29,6 +29,7 @@ _END_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 _START_SECONDS = 60.0
 _WATCH_SECONDS = 600.0
 PORT = 3456
+BIND = "/scheduler/bind"
 
 
 class Program:
@@ -182,6 +183,15 @@ class Extender(Program):
             )
         )
 
+    def capacity(self) -> dict[str, Any]:
+        """Return what it knows of all cards."""
+        found: dict[str, Any] = json.loads(self.ask("GET", "/capacity")[1])
+        return found
+
+    def unhealthy_cards(self) -> int:
+        """How many cards are unhealthy, as it knows."""
+        return int(self.capacity()["cards"]["unhealthy"])
+
     def rss_mib(self, field: str = "VmRSS") -> float:
         """Its memory."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
@@ -189,17 +199,23 @@ class Extender(Program):
 
 
 class KubeScheduler(Program):
-    """A kube-scheduler of its own, for the pods that name ``vgpu-scheduler``, with the extender
+    """A kube-scheduler of its own, for the pods that name it as in ``profile``, with the extender
     behind ``port``; without one for port None.
     """
 
     name = "kube-scheduler"
 
     def __init__(
-        self, rig: Rig, port: int | None = PORT, *, percentage_of_nodes: int | None = None
+        self,
+        rig: Rig,
+        port: int | None = PORT,
+        *,
+        percentage_of_nodes: int | None = None,
+        profile: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(rig)
         self._port, self._percentage = port, percentage_of_nodes
+        self._profile = profile or {"schedulerName": SCHEDULER}
 
     def configuration(self) -> dict[str, Any]:
         """Return its KubeSchedulerConfiguration (vgpu-manager §5.1)."""
@@ -212,7 +228,7 @@ class KubeScheduler(Program):
                 "qps": 500,
                 "burst": 1000,
             },
-            "profiles": [{"schedulerName": SCHEDULER}],
+            "profiles": [dict(self._profile)],
         }
         if self._percentage is not None:
             found["percentageOfNodesToScore"] = self._percentage
@@ -256,7 +272,7 @@ class KubeScheduler(Program):
 
 class Forwarder(Program):
     """An address that leads to another port, which can be changed for new connections, as a
-    Service would; it also measures (`forwarder`).
+    Service would; it also measures and holds requests up (`forwarder`).
     """
 
     name = "forwarder"
@@ -268,6 +284,7 @@ class Forwarder(Program):
     def command(self) -> list[str]:
         """See `Program`."""
         self.point_to(self._target)
+        replace_text(self.folder / "held", "")
         return [
             sys.executable,
             "-m",
@@ -275,6 +292,7 @@ class Forwarder(Program):
             str(self.port),
             str(self.folder / "target"),
             str(self.folder / "times"),
+            str(self.folder / "held"),
         ]
 
     def start(self) -> None:
@@ -285,6 +303,19 @@ class Forwarder(Program):
     def point_to(self, port: int) -> None:
         """Lead new connections to another port."""
         replace_text(self.folder / "target", str(port))
+
+    @contextlib.contextmanager
+    def holding(self, path: str) -> Iterator[None]:
+        """Pass on no request with this path inside the context."""
+        replace_text(self.folder / "held", path)
+        try:
+            yield
+        finally:
+            replace_text(self.folder / "held", "")
+
+    def held(self, path: str) -> int:
+        """How many requests with this path have been held up so far."""
+        return self.log.read_text().splitlines().count(f"held up {path}")
 
     def seconds(self) -> dict[str, list[float]]:
         """Stop it; path → the seconds of each call."""
@@ -343,9 +374,13 @@ class Bound:
     def wait(self, names: Sequence[str], number: int | None = None, *, timeout: float) -> float:
         """Wait until all of these, or ``number`` of them, are bound; when the last one was."""
         wanted = len(names) if number is None else number
-        self._rig.wait_for(
-            lambda: self.number(names) >= wanted or None,
-            timeout,
-            what=f"{wanted} of {len(names)} pods to be bound ({self.number(names)} are)",
-        )
+        try:
+            self._rig.wait_for(
+                lambda: self.number(names) >= wanted or None,
+                timeout,
+                what=f"{wanted} of {len(names)} pods to be bound",
+            )
+        except TimeoutError as err:
+            missing = [name for name in names if name not in self.times]
+            raise TimeoutError(f"{err}; not bound are {missing[:20]}") from err
         return sorted(self.times[name] for name in names if name in self.times)[wanted - 1]

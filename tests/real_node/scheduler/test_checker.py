@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.real_node.scheduler.checker import judge
+from tests.real_node.scheduler.checker import judge, linked_groups
 from tests.real_node.scheduler.objects import bound_pods, container, node, node_name, uuid
 
 _PRE = "nvidia.com/pre-allocated"
@@ -65,3 +65,19 @@ def test_an_init_container_counts_where_it_takes_more() -> None:
     assert found.problems == []
     [amounts] = found.used.values()
     assert (amounts.slots, amounts.cores, amounts.memory) == (2, 55, 4352)
+
+
+@pytest.mark.parametrize(
+    ("joined", "groups"), [(False, [{0, 1, 2, 3}, {4, 5, 6, 7}]), (True, [set(range(8))])]
+)
+def test_links_are_read(joined: bool, groups: list[set[int]]) -> None:
+    """Cards that only share a switch or a socket are not joined."""
+    found = linked_groups(node(0, joined=joined))
+    assert found == [{uuid(0, card) for card in group} for group in groups]
+
+
+def test_a_card_without_links_is_alone() -> None:
+    """A Node without the annotation has no links."""
+    made = node(0, cards=2)
+    del made["metadata"]["annotations"]["nvidia.com/node-device-topology"]
+    assert linked_groups(made) == [{uuid(0, 0)}, {uuid(0, 1)}]

@@ -12,7 +12,7 @@ import pytest
 from tests.real_node.agents import NodeAgent
 from tests.real_node.rig import Rig
 from tests.real_node.scheduler.checker import judge
-from tests.real_node.scheduler.processes import Extender, KubeScheduler
+from tests.real_node.scheduler.processes import BIND, PORT, Extender, Forwarder, KubeScheduler
 from tests.real_node.vgpu_manager_node import (
     PRE,
     REAL,
@@ -28,7 +28,7 @@ from tests.real_node.vgpu_manager_node import (
     wait_done,
     wait_served,
 )
-from tests.real_node.volcano_node import U0
+from tests.real_node.volcano_node import U0, U1
 
 _STORM = 10
 
@@ -63,3 +63,20 @@ def test_from_apply_to_running(extender_rig: Rig, agent: NodeAgent) -> None:
     assert check_pods(rig, names) == sum(len(asking(made)) for made in pods)
     assert judge([rig.node()], rig.pods()).problems == []
     assert "start.refused" not in agent.events()
+
+
+def test_a_card_that_falls_ill_while_its_pod_is_bound(extender_rig: Rig, agent: NodeAgent) -> None:
+    """From the driver to the container: the agent says on the Node that the card is ill, the
+    extender refuses the bind, and the pod gets the other card. Where the Node shows it too late,
+    the start waits (`test_vgpu_manager.test_a_claim_for_an_ill_card_waits`).
+    """
+    rig = extender_rig
+    with Extender(rig) as extender, Forwarder(rig, PORT) as calls, KubeScheduler(rig, calls.port):
+        with calls.holding(BIND):
+            rig.create_pod(extender_pod("pod", [showing(limits=asks(1, 10, 1024))]))
+            calls.wait("a bind", lambda: calls.held(BIND) == 1)
+            agent.simulated.lose(U0)
+            extender.wait("the ill card", lambda: extender.unhealthy_cards() == 1)
+        assert environment(rig, "pod")["NVIDIA_VISIBLE_DEVICES"] == U1
+    assert check_pods(rig, ["pod"]) == 1
+    assert judge([rig.node()], rig.pods()).problems == []
