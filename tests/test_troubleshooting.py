@@ -72,10 +72,10 @@ def test_a_quoted_message_is_the_agents_own(spoken: str, message: str) -> None:
     "reason",
     [
         "the driver asks for a ",
-        "; recovery waits for ",
+        "recovery waits for ",
         "the driver no longer lists this GPU",
         "the NVIDIA driver does not return from ",
-        "; recovery is switched off (gpu.recovery.mode), restart the agent to use it again",
+        "recovery is switched off (gpu.recovery.mode), restart the agent to use it again",
         "(not named yet)",
     ],
 )

@@ -27,18 +27,131 @@ UNHEALTHY = "Unhealthy"
 INTEGRATED = "tegra"
 
 
+class Remedy(enum.StrEnum):
+    """The action that helps an Unhealthy device. The value is its short name, for metrics.
+
+    Ordered from the mildest trouble to the worst. `sentence` explains it to an operator.
+    """
+
+    WAIT = "none"
+    APPLICATION = "application"
+    ASK_DRIVER = "ask driver"
+    RESTART = "restart pods"
+    DRAIN_PEERS = "drain peers"
+    LOOK_UP = "look up"
+    CHECK_SLOT = "check slot"
+    REPLACE_LATER = "replace later"
+    RESET_LATER = "reset later"
+    RESET = "reset"
+    RESET_LINKED = "reset linked"
+    RESET_OR_REPLACE = "reset or replace"
+    DRIVER = "driver"
+    REBOOT = "reboot"
+    REBOOT_OR_REPLACE = "reboot or replace"
+
+    @property
+    def rank(self) -> int:
+        """The place in the order, 0 for the mildest."""
+        return list(Remedy).index(self)
+
+    def sentence(self, gpu: str) -> str:
+        """Explain the action in one sentence, without its full stop.
+
+        Args:
+            gpu: the UUID of the GPU, for commands that can be copied.
+        """
+        reset = f"reset it (nvidia-smi --gpu-reset -i {gpu})"
+        return {
+            Remedy.WAIT: "nothing, unless it happens again; dmesg has what happened",
+            Remedy.APPLICATION: (
+                "look at the program that used the GPU at that time: its own error is the most "
+                "likely cause"
+            ),
+            Remedy.ASK_DRIVER: (
+                f"do what the driver names: see GPU Recovery Action in nvidia-smi -q -i {gpu}, and "
+                "dmesg"
+            ),
+            Remedy.RESTART: (
+                "restart the pod that was hit; the GPU needs a reset only if the driver asks for it"
+            ),
+            Remedy.DRAIN_PEERS: "drain the pods that use the GPU together with other GPUs",
+            Remedy.LOOK_UP: (
+                "see dmesg and NVIDIA's XID catalogue; if the error comes back, drain the GPU's "
+                f"pods and {reset}"
+            ),
+            Remedy.REPLACE_LATER: (
+                "plan to replace the card, because its memory fails more and more often"
+            ),
+            Remedy.RESET_LATER: (
+                f"when the GPU's pods have ended, {reset}: that replaces the bad row of memory"
+            ),
+            Remedy.RESET: (
+                f"drain the GPU's pods and {reset}; replace the card if the error comes back"
+            ),
+            Remedy.RESET_LINKED: (
+                f"drain the pods of this GPU and of the GPUs that NVLink joins to it, and {reset} "
+                "with them; if the error comes back, check the NVLink bridge or the switches"
+            ),
+            Remedy.RESET_OR_REPLACE: (
+                f"drain the GPU's pods and {reset}; if the driver reports it again, replace the "
+                "card, because it has no spare memory rows left"
+            ),
+            Remedy.DRIVER: (
+                "see dmesg; if the driver does not answer within minutes, drain the node and "
+                "reboot it"
+            ),
+            Remedy.REBOOT: "drain the node and reboot it",
+            Remedy.CHECK_SLOT: (
+                "see dmesg, check the slot and the power of the card, and replace the card if it "
+                "is lost again"
+            ),
+            Remedy.REBOOT_OR_REPLACE: (
+                "drain the node and reboot it; if the GPU is lost again, check its slot and its "
+                "power, and replace the card"
+            ),
+        }[self]
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """One cause of an Unhealthy device.
+
+    Attributes:
+        code: short name for metrics, such as ``XID 79`` or ``hang``.
+        text: a sentence without its full stop, in the past tense once it is over.
+        remedy: what helps against this cause alone.
+        since: unix seconds of its first occurrence since the device became Unhealthy.
+    """
+
+    code: str
+    text: str
+    remedy: Remedy
+    since: float = 0.0
+
+
 class Health(msgspec.Struct, frozen=True):
     """The health of a device: usable for new containers, or the reason against it.
 
     Attributes:
         ok: True when new containers may use the device.
-        reason: one sentence for an operator; empty when ``ok``.
+        reason: one sentence for an operator: the worst cause, and the condition that recovery
+            waits for; empty when ``ok``.
         since: unix seconds of the last change; 0 when it never changed.
+        causes: all causes since it became Unhealthy, the worst first; the mildest are left out when
+            there are many.
+        remedy: what helps, by the worst cause and by what the driver asks for; None when ``ok``.
+        answers: the device answered the last reading; None when there was none since the last
+            error that is new.
+        offered_at: unix seconds from which it is offered again if nothing else happens; 0 where
+            more than time is missing.
     """
 
     ok: bool = True
     reason: str = ""
     since: float = 0.0
+    causes: tuple[Cause, ...] = ()
+    remedy: Remedy | None = None
+    answers: bool | None = None
+    offered_at: float = 0.0
 
     @property
     def word(self) -> str:

@@ -11,9 +11,10 @@ import pytest
 
 from tests import constants
 from tests.gpu.watched import Watched, found, settings, watching
+from vgpu_agent.gpu import xid
 from vgpu_agent.gpu.health import Healths, Probe, RecoveryPolicy
 from vgpu_agent.gpu.nvml import DeviceEvent
-from vgpu_agent.model import Gpu, Health, MigInstance
+from vgpu_agent.model import Gpu, MigInstance
 from vgpu_agent.sim.state import SimulatedNode
 
 GOOD, LOST, RESET = Probe(), Probe(trouble="GPU is lost"), Probe(remap_pending=True)
@@ -43,7 +44,7 @@ class Machines:
 
     def hit(self, gpu_instance: int | None, compute_instance: int | None, at: float = 0.0) -> None:
         """An XID that counts, on GPU-1."""
-        self.healths.reported(GPU, gpu_instance, compute_instance, "XID 48", at)
+        self.healths.reported(GPU, gpu_instance, compute_instance, xid.trouble(48), at)
 
     def unhealthy(self, gpu: Gpu = GPU) -> str:
         """Names of what is Unhealthy; the GPUs are 1 and 2."""
@@ -81,7 +82,7 @@ def test_a_gpu_without_slices_is_hit_as_a_whole() -> None:
     """Ids in the event of a GPU that is not cut, or was cut a moment ago, change nothing."""
     machines = Machines()
 
-    machines.healths.reported(OTHER, 1, 0, "XID 48", 0.0)
+    machines.healths.reported(OTHER, 1, 0, xid.trouble(48), 0.0)
 
     assert machines.unhealthy() == "2"
 
@@ -172,12 +173,12 @@ def test_a_hang_takes_the_slices_along() -> None:
     neither it nor a slice recovers until it does.
     """
     machines = Machines()
-    assert machines.healths.hung(GPU, "the driver hangs", 0.0)
-    assert not machines.healths.hung(GPU, "the driver hangs", 1.0)
+    assert machines.healths.hung(GPU, "nvmlX", 0.0)
+    assert not machines.healths.hung(GPU, "nvmlX", 1.0)
     machines.healths.probed(GPU, GOOD, 100.0)
     assert machines.unhealthy() == "1ABCD"
 
-    machines.healths.answering(100.0)
+    machines.healths.answering(100.0, 100.0)
     machines.healths.probed(GPU, GOOD, 110.0)
 
     assert machines.unhealthy() == ""
@@ -332,6 +333,5 @@ def test_health_of_a_slice_is_part_of_the_value() -> None:
     machines.hit(7, 0)
 
     assert machines.healths.applied([GPU]) != before
-    assert machines.healths.applied([GPU])[0].mig_instances[0].health == Health(
-        ok=False, reason="XID 48", since=1234.5
-    )
+    health = machines.healths.applied([GPU])[0].mig_instances[0].health
+    assert (health.ok, health.reason, health.since) == (False, xid.describe(48), 1234.5)

@@ -15,6 +15,7 @@ from vgpu_agent.errors import DriverMissingError
 from vgpu_agent.gpu.nvml import DeviceEvent
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
+from vgpu_agent.model import Remedy
 from vgpu_agent.sim.state import ProcessUse, SimulatedNode
 from vgpu_agent.status import NvmlState
 
@@ -101,6 +102,49 @@ async def test_an_xid_makes_the_gpu_unhealthy_at_once(node: SimulatedNode) -> No
         assert watched.journal.entries[-1].event == "gpu.unhealthy"
 
 
+async def test_a_milder_xid_hides_no_worse_one(node: SimulatedNode) -> None:
+    """The log and the inventory keep the XID that matters, with its remedy and the time at which
+    the GPU is offered again.
+    """
+    async with watching(node, quiet=60) as watched:
+        node.xid(1, 94)
+        await watched.unhealthy(node.uuids[1])
+        node.xid(1, 79)
+        await watched.recorded("gpu.cause_changed")
+        node.xid(1, 94)
+        await watched.polls(2)
+        gpu = watched.gpu(node.uuids[1])
+
+        assert [cause.code for cause in gpu.health.causes] == ["XID 79", "XID 94"]
+        assert gpu.health.reason == "XID 79: the GPU has fallen off the bus"
+        assert gpu.health.answers
+        assert gpu.health.remedy is Remedy.CHECK_SLOT
+        assert 50 < gpu.health.offered_at - time.time() < 60.5
+        entries = {entry.event: entry for entry in reversed(watched.journal.entries)}
+        changed, unhealthy = entries["gpu.cause_changed"], entries["gpu.unhealthy"]
+        assert changed.facts["reason"] == gpu.health.reason
+        assert "reboot" in changed.facts["remedy"]
+        assert "restart the pod that was hit" in unhealthy.facts["remedy"]
+        assert unhealthy.facts["offered_again"].endswith("Z")
+
+
+async def test_a_demanded_reset_and_the_xid_before_it_are_both_told(node: SimulatedNode) -> None:
+    """The operator sees why the driver asks."""
+    async with watching(node, quiet=60) as watched:
+        node.xid(0, 48)
+        await watched.unhealthy(node.uuids[0])
+        node.recovery_action(0, "reset")
+        inventory = await watched.until(
+            lambda inventory: "asks for" in found(inventory, node.uuids[0]).health.reason
+        )
+
+        health = found(inventory, node.uuids[0]).health
+        assert health.reason == (
+            "XID 48: GPU memory lost bits beyond what ECC corrects; the driver asks for a GPU reset"
+        )
+        assert (health.remedy, health.offered_at) == (Remedy.RESET, 0)
+
+
 async def test_an_ignored_xid_is_recorded_and_changes_nothing(node: SimulatedNode) -> None:
     """XID 31 is a program's fault: it is journalled, and the GPU stays."""
     async with watching(node) as watched:
@@ -160,10 +204,11 @@ async def test_a_lost_gpu_recovers_when_it_answers_and_is_quiet(node: SimulatedN
         node.restore(1)
         await watched.healthy(node.uuids[1])
 
-        assert [entry.event for entry in watched.journal.entries[-4:]] == [
+        assert [entry.event for entry in watched.journal.entries[-5:]] == [
             "gpu.lost",
             "gpu.unhealthy",
             "gpu.appeared",
+            "gpu.cause_changed",
             "gpu.recovered",
         ]
         node.xid(1, 79)

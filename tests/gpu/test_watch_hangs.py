@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import statistics
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import time
 import pytest
 
 from tests import constants
-from tests.gpu.watched import SOON_HUNG, Watched, settings, sysfs_of, watching
+from tests.gpu.watched import SOON_HUNG, Watched, found, settings, sysfs_of, watching
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import NvmlHungError
 from vgpu_agent.gpu import thread
@@ -61,6 +62,25 @@ async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNo
         assert watched.count("nvml.hung") == 1
         assert watched.watch.status.hangs == 1
         assert watched.watch.status.state.value == "answering"
+
+
+async def test_a_hang_that_is_over_is_no_longer_told_as_one(node: SimulatedNode) -> None:
+    """The GPU waits for its quiet time. The call has returned, and the GPU answers."""
+    async with watching(node, SOON_HUNG, quiet=60) as watched:
+        node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=FOR_EVER_MS)
+        gpu = await watched.unhealthy(node.uuids[1])
+        assert (gpu.health.answers, gpu.health.offered_at) == (False, 0)
+
+        node.clear_faults()
+        inventory = await watched.until(
+            lambda inventory: bool(found(inventory, node.uuids[1]).health.answers)
+        )
+        health = found(inventory, node.uuids[1]).health
+        assert re.fullmatch(
+            r"the NVIDIA driver did not return from nvmlDeviceGetTemperature for \d+ s",
+            health.reason,
+        )
+        assert 50 < health.offered_at - time.time() < 60.5
 
 
 async def test_the_loop_stays_responsive_during_a_hang(node: SimulatedNode) -> None:

@@ -7,13 +7,14 @@ two. Each event has a fixed name.
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vgpu_agent.journal import Journal
-    from vgpu_agent.model import Gpu, Inventory, MigInstance
+    from vgpu_agent.model import Gpu, Health, Inventory, MigInstance, Remedy
 
 
 def record(journal: Journal, old: Inventory, new: Inventory) -> None:
@@ -41,7 +42,11 @@ def _record_gpu(journal: Journal, old: Gpu | None, new: Gpu) -> None:
     if was_present and not new.present:
         journal.record("gpu.lost", level="error", **facts, reason=new.health.reason)
     if was_ok and not new.health.ok:
-        journal.record("gpu.unhealthy", level="error", **facts, reason=new.health.reason)
+        journal.record("gpu.unhealthy", level="error", **facts, **_illness(new.health, new.uuid))
+    elif old and not new.health.ok and _worst(old.health) != _worst(new.health):
+        journal.record(
+            "gpu.cause_changed", level="warning", **facts, **_illness(new.health, new.uuid)
+        )
     if new.health.ok and not was_ok:
         journal.record("gpu.recovered", **facts, was=old.health.reason if old else "")
 
@@ -83,7 +88,10 @@ def _record_instances(journal: Journal, old: Gpu | None, new: Gpu) -> None:
         was_ok, old_trouble = (known.health.ok, known.trouble) if known else (True, "")
         if new.health.ok and was_ok and not instance.health.ok:
             journal.record(
-                "gpu.mig_instance_unhealthy", level="error", **facts, reason=instance.health.reason
+                "gpu.mig_instance_unhealthy",
+                level="error",
+                **facts,
+                **_illness(instance.health, new.uuid),
             )
         if gpu_was_ok and instance.health.ok and not was_ok:
             journal.record(
@@ -94,6 +102,22 @@ def _record_instances(journal: Journal, old: Gpu | None, new: Gpu) -> None:
             journal.record(
                 "gpu.mig_instance_withheld", level="error", **facts, reason=instance.trouble
             )
+
+
+def _illness(health: Health, gpu: str) -> dict[str, str]:
+    """The reason and the remedy of an Unhealthy device, and when it is offered again."""
+    facts = {"reason": health.reason}
+    if health.remedy:
+        facts["remedy"] = health.remedy.sentence(gpu)
+    if health.offered_at:
+        at = dt.datetime.fromtimestamp(health.offered_at, dt.UTC)
+        facts["offered_again"] = at.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return facts
+
+
+def _worst(health: Health) -> tuple[str, Remedy | None]:
+    """Return the cause that the reason begins with, and the remedy."""
+    return health.causes[0].text if health.causes else "", health.remedy
 
 
 def _by_uuid(instances: Iterable[MigInstance]) -> dict[str, MigInstance]:

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.model import Health
+from vgpu_agent.gpu.return_codes import GPU_IS_LOST
+from vgpu_agent.model import Cause, Health, Remedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 # is.
 FLAP_WINDOW_SECONDS = 3600.0
 MAX_QUIET_SECONDS = 3600.0
+
+# Causes of one illness that are kept. A card that fails has few, and this many fit into a page.
+MAX_CAUSES = 8
+NOT_LISTED = "the driver no longer lists this GPU"
 
 
 class RecoveryAction(enum.IntEnum):
@@ -81,6 +86,42 @@ class RecoveryAction(enum.IntEnum):
             self.RECOVER_IMEX_DOMAIN: "recovery of the IMEX domain",
         }.get(self, self.name.lower().replace("_", " ").replace("gpu", "GPU"))
 
+    @property
+    def remedy(self) -> Remedy:
+        """The remedy that fulfils the demand."""
+        return {
+            self.GPU_RESET: Remedy.RESET,
+            self.BUS_RESET: Remedy.RESET,
+            self.DRAIN_AND_RESET: Remedy.RESET,
+            self.NODE_REBOOT: Remedy.REBOOT,
+            self.SYSTEM_REBOOT: Remedy.REBOOT,
+            self.DRAIN_P2P: Remedy.DRAIN_PEERS,
+        }.get(self, Remedy.ASK_DRIVER)
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """An event or a state that makes a GPU Unhealthy.
+
+    Attributes:
+        code: as of `Cause`.
+        text: as of `Cause`, while it lasts.
+        remedy: as of `Cause`, while it lasts.
+        later: the text once it is over; empty for an event, which has no end.
+        later_remedy: the remedy once it is over.
+    """
+
+    code: str
+    text: str
+    remedy: Remedy
+    later: str = ""
+    later_remedy: Remedy = Remedy.WAIT
+
+    def cause(self, since: float, *, over: bool = False) -> Cause:
+        """Return the cause, in the tense that is true now."""
+        if over and self.later:
+            return Cause(self.code, self.later, self.later_remedy, since)
+        return Cause(self.code, self.text, self.remedy, since)
+
 
 class Probe(msgspec.Struct, frozen=True):
     """The result of one probe of a GPU.
@@ -96,15 +137,40 @@ class Probe(msgspec.Struct, frozen=True):
     remap_pending: bool = False
 
     @property
-    def failure(self) -> str:
-        """The reason why this answer makes a GPU Unhealthy; empty when it does not."""
+    def failure(self) -> Trouble | None:
+        """The trouble by which this answer makes a GPU Unhealthy; None when it does not."""
+        if self.trouble == NOT_LISTED:
+            return Trouble(
+                "not listed",
+                self.trouble,
+                Remedy.REBOOT_OR_REPLACE,
+                "the driver did not list this GPU for a while",
+                Remedy.CHECK_SLOT,
+            )
         if self.trouble:
-            return self.trouble
-        return (
-            f"the driver asks for a {self.recovery_action.words}"
-            if self.recovery_action.forbids_use
-            else ""
-        )
+            lost = f"(NVML code {GPU_IS_LOST})" in self.trouble
+            return Trouble(
+                "lost" if lost else "reading",
+                self.trouble,
+                Remedy.REBOOT_OR_REPLACE if lost else Remedy.DRIVER,
+                f"an earlier reading failed: {self.trouble}",
+                Remedy.CHECK_SLOT if lost else Remedy.WAIT,
+            )
+        if self.recovery_action.forbids_use:
+            return Trouble(
+                "recovery action",
+                f"the driver asks for a {self.recovery_action.words}",
+                self.recovery_action.remedy,
+                f"the driver asked for a {self.recovery_action.words}",
+            )
+        return None
+
+    @property
+    def demand(self) -> Remedy | None:
+        """The remedy that the driver itself asks for; None when it asks for nothing."""
+        if self.recovery_action is not RecoveryAction.NONE:
+            return self.recovery_action.remedy
+        return Remedy.RESET_LATER if self.remap_pending else None
 
     @property
     def obstacle(self) -> str:
@@ -132,19 +198,23 @@ class RecoveryPolicy(msgspec.Struct, frozen=True):
 class GpuHealth:
     """One GPU's state.
 
-    ``now`` is monotonic seconds in every method; ``wall`` returns unix seconds for `Health.since`.
-    Each method that returns a bool returns True when `health` became a different value. A restart
-    of the agent begins with a healthy GPU, and its first probe decides.
+    ``now`` is monotonic seconds in every method; ``wall`` returns unix seconds for the times of
+    `Health`. Each method that returns a bool returns True when `health` became a different value. A
+    restart of the agent begins with a healthy GPU, and its first probe decides.
     """
 
     def __init__(self, policy: RecoveryPolicy, *, wall: Callable[[], float]) -> None:
         self.policy = policy
         self._wall = wall
         self._health = Health()
-        self._cause = ""
+        self._causes: dict[tuple[str, str], Cause] = {}  # code and text of the trouble → cause
         self._last_probe = Probe()
-        self._hung = False
+        self._answers: bool | None = None
+        self._reading_trouble: Trouble | None = None  # of the last probe
+        self._hang: Trouble | None = None  # while it lasts
+        self._demanded = False  # the driver has asked for something since the last error
         self._trouble_at = 0.0  # the time of the last trouble
+        self._trouble_wall = 0.0  # the same in unix seconds
         self._recovered_at: float | None = None
         self._relapses = 0
 
@@ -165,80 +235,155 @@ class GpuHealth:
         """The earliest monotonic time at which a good probe would bring the GPU back;
         None where not only time is missing.
         """
-        if (
-            self._health.ok
-            or self._hung
-            or not self.policy.automatic
-            or self._last_probe.failure
-            or self._last_probe.obstacle
-        ):
+        if self._health.ok or not self._only_time_is_missing:
             return None
         return self._trouble_at + self.quiet_needed_seconds
 
-    def reported(self, reason: str, now: float) -> bool:
-        """Take note of an error event that counts: the GPU is Unhealthy now, for ``reason``."""
-        return self._fail(reason, now)
+    @property
+    def _only_time_is_missing(self) -> bool:
+        return (
+            self._hang is None
+            and self.policy.automatic
+            and self._last_probe.failure is None
+            and not self._last_probe.obstacle
+        )
 
-    def hung(self, reason: str, now: float) -> bool:
-        """Take note of a hung driver call about this GPU, named by ``reason``;
+    def reported(self, trouble: Trouble, now: float) -> bool:
+        """Take note of an error event that counts: the GPU is Unhealthy now."""
+        return self._fail(trouble, now)
+
+    def hung(self, call: str, now: float) -> bool:
+        """Take note of a hung driver call about this GPU, named by ``call``;
         holds until `answering`.
         """
-        self._hung = True
-        return self._fail(reason, now)
+        self._hang = Trouble(
+            "hang", f"the NVIDIA driver does not return from {call}", Remedy.DRIVER
+        )
+        return self._fail(self._hang, now)
 
-    def answering(self, now: float) -> None:
-        """Take note that the call that hung has returned; from now on the GPU must be quiet, as
-        after any other trouble.
+    def answering(self, seconds: float, now: float) -> bool:
+        """Take note that the call that hung has returned after ``seconds``; from now on the GPU
+        must be quiet, as after any other trouble.
         """
-        if self._hung:
-            self._hung = False
-            self._trouble_at = now
+        if self._hang is None:
+            return False
+        later = self._hang.text.replace("does not return", "did not return")
+        ended = msgspec.structs.replace(self._hang, later=f"{later} for {seconds:.0f} s")
+        self._hang = None
+        self._at(now)
+        self._end(ended)
+        return self._update()
 
     def probed(self, probe: Probe, now: float) -> bool:
         """Take note of a probe; only a probe can bring an Unhealthy GPU back."""
         self._last_probe = probe
-        if probe.failure:
-            return self._fail(probe.failure, now)
+        self._answers = not probe.trouble
+        ended, self._reading_trouble = self._reading_trouble, probe.failure
+        if ended is not None and ended != self._reading_trouble:
+            self._end(ended)
+        if probe.demand is not None:
+            self._demanded = True
+        if self._reading_trouble is not None:
+            return self._fail(self._reading_trouble, now)
         if self._health.ok:
             return False
         if probe.obstacle:
-            self._trouble_at = now
+            self._at(now)
         recovers_at = self.recovers_at
         if recovers_at is not None and now >= recovers_at:
-            self._recovered_at, self._cause = now, ""
+            self._recovered_at = now
+            self._causes.clear()
             self._health = Health(since=self._wall())
             return True
-        return self._explain()
+        return self._update()
 
-    def _fail(self, cause: str, now: float) -> bool:
-        self._trouble_at = now
-        self._cause = cause
+    def _at(self, now: float) -> None:
+        """Take note of the time of a trouble."""
+        self._trouble_at, self._trouble_wall = now, self._wall()
+
+    def _fail(self, trouble: Trouble, now: float) -> bool:
+        self._at(now)
+        key = (trouble.code, trouble.text)
+        before = self._causes.get(key)
+        cause = trouble.cause(before.since if before else self._wall())
+        is_reading = trouble is self._reading_trouble
+        if cause == before and not is_reading and not self._demanded:
+            return False  # a storm of one error publishes nothing; the next probe moves the times
+        self._causes[key] = cause
+        while len(self._causes) > MAX_CAUSES:
+            del self._causes[min(self._causes, key=self._rank)]
+        if not is_reading:
+            self._demanded = False
+            self._answers = None
         if not self._health.ok:
-            return self._explain()
+            return self._update()
         within_window = (
             self._recovered_at is not None and now - self._recovered_at < FLAP_WINDOW_SECONDS
         )
         self._relapses = self._relapses + 1 if within_window else 0
-        self._health = Health(ok=False, reason=self._reason(), since=self._wall())
+        self._health = Health(ok=False, since=self._wall())
+        self._update()
         return True
 
-    def _explain(self) -> bool:
-        """Bring the reason up to date; it contains no times,
-        so that it changes only when something happens.
+    def _end(self, trouble: Trouble) -> None:
+        """Put the cause of a trouble that is over into the past tense."""
+        key = (trouble.code, trouble.text)
+        if key in self._causes:
+            self._causes[key] = trouble.cause(self._causes[key].since, over=True)
+
+    def _rank(self, key: tuple[str, str]) -> tuple[bool, int, float]:
+        """Return the order of causes, the worst last: a demand of the driver follows from another
+        cause and must not hide it, and of two equal ones the first counts.
         """
+        cause = self._causes[key]
+        return cause.code != "recovery action", cause.remedy.rank, -cause.since
+
+    def _update(self) -> bool:
+        """Bring the health of an Unhealthy GPU up to date. It changes only when something has
+        happened, so that readers are not woken by the time that passes.
+        """
+        if self._health.ok:
+            return False
         before = self._health
-        self._health = msgspec.structs.replace(before, reason=self._reason())
+        keys = sorted(self._causes, key=self._rank, reverse=True)
+        causes = tuple(self._causes[key] for key in keys)
+        offered_at = (
+            self._trouble_wall + self.quiet_needed_seconds if self._only_time_is_missing else 0.0
+        )
+        self._health = msgspec.structs.replace(
+            before,
+            reason=self._reason(causes[0]),
+            causes=causes,
+            remedy=self._remedy(causes[0]),
+            answers=False if self._hang else self._answers,
+            offered_at=offered_at,
+        )
         return self._health != before
 
-    def _reason(self) -> str:
+    def _reason(self, worst: Cause) -> str:
+        parts = [worst.text]
+        demand = self._last_probe.failure
+        if demand is not None and demand.code == "recovery action":
+            parts += [demand.text] if demand.text != worst.text else []
+        elif self._last_probe.obstacle and demand is None:
+            parts.append(f"recovery waits for {self._last_probe.obstacle}")
         if not self.policy.automatic:
-            return (
-                f"{self._cause}; recovery is switched off (gpu.recovery.mode), restart the agent "
-                "to use it again"
+            parts.append(
+                "recovery is switched off (gpu.recovery.mode), restart the agent to use it again"
             )
-        if self._last_probe.obstacle and not self._last_probe.failure:
-            return f"{self._cause}; recovery waits for {self._last_probe.obstacle}"
-        return self._cause
+        return "; ".join(parts)
+
+    def _remedy(self, worst: Cause) -> Remedy:
+        """The driver's own demand counts before what the cause suggests."""
+        if self._last_probe.trouble or self._hang is not None:
+            return worst.remedy
+        if self._last_probe.demand is not None:
+            return self._last_probe.demand
+        if self._demanded and self._answers:  # the driver no longer asks for it
+            return Remedy.WAIT
+        if worst.remedy is Remedy.REBOOT_OR_REPLACE and self._answers:
+            return Remedy.CHECK_SLOT
+        return worst.remedy
 
 
 class Healths:
@@ -295,7 +440,7 @@ class Healths:
         gpu: Gpu,
         gpu_instance: int | None,
         compute_instance: int | None,
-        reason: str,
+        trouble: Trouble,
         now: float,
     ) -> None:
         """Take note of an error event that counts.
@@ -304,7 +449,7 @@ class Healths:
             gpu: where it happened.
             gpu_instance: in which GPU instance; None for the whole GPU.
             compute_instance: in which of its compute instances; None for all of them.
-            reason: what happened.
+            trouble: what happened.
             now: monotonic seconds.
         """
         hit = [
@@ -314,23 +459,27 @@ class Healths:
         ]
         machines = self._instances_of(gpu)
         for uuid in [instance.uuid for instance in hit] or list(machines):
-            machines[uuid].reported(reason, now)
+            machines[uuid].reported(trouble, now)
         if not hit:
-            self._machine(gpu.uuid).reported(reason, now)
+            self._machine(gpu.uuid).reported(trouble, now)
 
-    def hung(self, gpu: Gpu, reason: str, now: float) -> bool:
+    def hung(self, gpu: Gpu, call: str, now: float) -> bool:
         """Note that a driver call about the GPU does not return;
         return whether that changed anything.
         """
-        changed = self._machine(gpu.uuid).hung(reason, now)
+        changed = self._machine(gpu.uuid).hung(call, now)
         for machine in self._instances_of(gpu).values():
-            changed = machine.hung(reason, now) or changed
+            changed = machine.hung(call, now) or changed
         return changed
 
-    def answering(self, now: float) -> None:
-        """Take note that the call that hung has returned."""
+    def answering(self, seconds: float, now: float) -> bool:
+        """Take note that the call that hung has returned after ``seconds``; return whether that
+        changed anything.
+        """
+        changed = False
         for machine in self._all():
-            machine.answering(now)
+            changed = machine.answering(seconds, now) or changed
+        return changed
 
     def applied(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """The same GPUs with their health, and their MIG instances with theirs."""

@@ -27,12 +27,12 @@ from vgpu_agent.errors import AgentError, DriverMissingError, NvmlError, NvmlHun
 from vgpu_agent.gpu import changes
 from vgpu_agent.gpu import inventory as inventories
 from vgpu_agent.gpu import thread as nvml_thread
-from vgpu_agent.gpu.health import Healths, Probe, RecoveryPolicy
+from vgpu_agent.gpu.health import NOT_LISTED, Healths, Probe, RecoveryPolicy
 from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.gpu.reopening import Reopening
 from vgpu_agent.gpu.session import Session
 from vgpu_agent.gpu.thread import Listener, NvmlThread
-from vgpu_agent.gpu.xid import XidPolicy, describe
+from vgpu_agent.gpu.xid import XidPolicy, describe, trouble
 from vgpu_agent.model import GpuUsage, Inventory
 from vgpu_agent.status import NvmlState, NvmlStatus
 
@@ -369,16 +369,12 @@ class GpuWatch:
         counts = self._policy.counts(event.xid)
         self._record_xid(event, event.xid, counts=counts)
         if counts:
-            reason = (
-                describe(event.xid)
-                if event.gpu
-                else f"{describe(event.xid)} (the driver does not say on which GPU)"
-            )
+            found = trouble(event.xid, placed=bool(event.gpu))
             for gpu in self.inventory.value.gpus:
                 # An XID without a GPU may have hit any of them (nvidia §10.6).
                 if event.gpu in {"", gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}:
                     self._healths.reported(
-                        gpu, event.gpu_instance, event.compute_instance, reason, time.monotonic()
+                        gpu, event.gpu_instance, event.compute_instance, found, time.monotonic()
                     )
             self._publish_healths()
 
@@ -440,7 +436,8 @@ class GpuWatch:
         self._journal.record(
             "nvml.answering", call=call.name, gpu=call.gpu, after_seconds=round(seconds, 3)
         )
-        self._healths.answering(time.monotonic())
+        if self._healths.answering(seconds, time.monotonic()):
+            self._publish_healths()
         self._want_poll()
 
     def _judge_hang(self) -> None:
@@ -451,9 +448,7 @@ class GpuWatch:
         if call is None or time.monotonic() - call.started < HUNG_UNHEALTHY_SECONDS:
             return
         gpu = self.inventory.value.gpu(call.gpu)
-        if gpu is not None and self._healths.hung(
-            gpu, f"the NVIDIA driver does not return from {call.name}", time.monotonic()
-        ):
+        if gpu is not None and self._healths.hung(gpu, call.name, time.monotonic()):
             self._publish_healths()
 
     # ---- publishing
@@ -504,4 +499,4 @@ def _why_missing(gpu: Gpu, failures: tuple[str, ...]) -> str:
         index, _, problem = failure.partition(": ")
         if index == str(gpu.index):
             return problem
-    return "the driver no longer lists this GPU"
+    return NOT_LISTED

@@ -1,4 +1,4 @@
-"""The XID errors that make a GPU Unhealthy, and their meaning in a few words.
+"""The XID errors that make a GPU Unhealthy: their meaning in a few words, and what helps.
 
 An XID is a number the driver reports with an error event. Some are the fault of the program that
 ran and no sign of a bad card, so a policy decides. The list of those, and the two environment
@@ -14,46 +14,60 @@ from typing import Self
 
 import msgspec
 
+from vgpu_agent.gpu.health import Trouble
+from vgpu_agent.model import Remedy
+
 # The program's fault, not the card's: NVIDIA's own list (nvidia §10.2).
 IGNORED_BY_DEFAULT = frozenset({13, 31, 43, 45, 68, 109})
 
 _ALL_WORDS = ("all", "xids")
 
-# The meaning of common XIDs, for the reason why a GPU is Unhealthy; the numbers are those of
-# NVIDIA's XID catalogue.
-_MEANINGS = {
-    13: "a program made an illegal access in a graphics or compute engine",
-    31: "a program touched GPU memory that is not mapped",
-    32: "the GPU read a broken command stream",
-    38: "the driver's firmware failed",
-    43: "a program's GPU channel stopped",
-    45: "a program was removed from the GPU early",
-    46: "the GPU stopped answering",
-    48: "GPU memory lost bits beyond what ECC corrects",
-    61: "the GPU's own microcontroller stopped",
-    62: "the GPU's own microcontroller halted",
-    63: "a row of GPU memory is to be replaced",
-    64: "a row of GPU memory could not be replaced",
-    68: "the video decoder failed",
-    69: "a graphics engine failed",
-    74: "an NVLink connection failed",
-    79: "the GPU has fallen off the bus",
-    92: "corrected memory errors come too often",
-    94: "a memory error hit one program only",
-    95: "a memory error may have hit any program",
-    109: "a program did not leave the GPU in time",
-    110: "a security fault",
-    119: "the GPU's system processor timed out",
-    120: "the GPU's system processor failed",
-    140: "GPU memory lost bits that nobody could attribute",
-    154: "the driver asks for a recovery action",
+# The meaning and the remedy of common XIDs. The numbers and their classes (an error of the program,
+# reset, reboot, replacement) are those of NVIDIA's XID catalogue.
+_KNOWN = {
+    13: ("a program made an illegal access in a graphics or compute engine", Remedy.APPLICATION),
+    31: ("a program touched GPU memory that is not mapped", Remedy.APPLICATION),
+    32: ("the GPU read a broken command stream", Remedy.LOOK_UP),
+    38: ("the driver's firmware failed", Remedy.RESET),
+    43: ("a program's GPU channel stopped", Remedy.APPLICATION),
+    45: ("a program was removed from the GPU early", Remedy.APPLICATION),
+    46: ("the GPU stopped answering", Remedy.RESET),
+    48: ("GPU memory lost bits beyond what ECC corrects", Remedy.RESET),
+    61: ("the GPU's own microcontroller stopped", Remedy.RESET),
+    62: ("the GPU's own microcontroller halted", Remedy.RESET),
+    63: ("a row of GPU memory is to be replaced", Remedy.RESET_LATER),
+    64: ("a row of GPU memory could not be replaced", Remedy.RESET_OR_REPLACE),
+    68: ("the video decoder failed", Remedy.APPLICATION),
+    69: ("a graphics engine failed", Remedy.APPLICATION),
+    74: ("an NVLink connection failed", Remedy.RESET_LINKED),
+    79: ("the GPU has fallen off the bus", Remedy.REBOOT_OR_REPLACE),
+    92: ("corrected memory errors come too often", Remedy.REPLACE_LATER),
+    94: ("a memory error hit one program only", Remedy.RESTART),
+    95: ("a memory error may have hit any program", Remedy.RESET),
+    109: ("a program did not leave the GPU in time", Remedy.APPLICATION),
+    110: ("a security fault", Remedy.RESET),
+    119: ("the GPU's system processor timed out", Remedy.RESET),
+    120: ("the GPU's system processor failed", Remedy.RESET),
+    140: ("GPU memory lost bits that nobody could attribute", Remedy.RESET),
+    154: ("the driver asks for a recovery action", Remedy.ASK_DRIVER),
 }
 
 
 def describe(code: int) -> str:
     """``XID 79: the GPU has fallen off the bus``; unknown numbers stay numbers."""
-    meaning = _MEANINGS.get(code)
-    return f"XID {code}: {meaning}" if meaning else f"XID {code}"
+    return f"XID {code}: {_KNOWN[code][0]}" if code in _KNOWN else f"XID {code}"
+
+
+def trouble(code: int, *, placed: bool = True) -> Trouble:
+    """Return the trouble of a GPU with this XID.
+
+    Args:
+        code: the XID.
+        placed: the driver has named the GPU.
+    """
+    note = "" if placed else " (the driver does not say on which GPU)"
+    remedy = _KNOWN[code][1] if code in _KNOWN else Remedy.LOOK_UP
+    return Trouble(f"XID {code}", f"{describe(code)}{note}", remedy)
 
 
 class XidPolicy(msgspec.Struct, frozen=True):
