@@ -62,7 +62,9 @@ class Remedy(enum.StrEnum):
         """
         reset = f"reset it (nvidia-smi --gpu-reset -i {gpu})"
         return {
-            Remedy.WAIT: "nothing, unless it happens again; dmesg has what happened",
+            Remedy.WAIT: (
+                "nothing needs to be done unless it happens again; dmesg has what happened"
+            ),
             Remedy.APPLICATION: (
                 "look at the program that used the GPU at that time: its own error is the most "
                 "likely cause"

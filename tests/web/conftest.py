@@ -19,6 +19,7 @@ from vgpu_agent.journal import Entry
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.ledger.uses import GpuUse, HeldBack
 from vgpu_agent.model import (
+    Cause,
     ContainerUsage,
     DeviceRoom,
     Gpu,
@@ -30,6 +31,7 @@ from vgpu_agent.model import (
     Link,
     MigInstance,
     Owner,
+    Remedy,
     Share,
 )
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 _HEALTHY = Health()
 NOW = 1_800_000_000.0  # 2027-01-15T08:00:00Z
 MAX_BODY_BYTES = 65536
+FALLEN_OFF = "XID 79: the GPU has fallen off the bus"
 
 
 @dataclasses.dataclass
@@ -120,7 +123,13 @@ def node() -> AgentStatus:
         a_gpu(
             1,
             health=Health(
-                ok=False, reason="XID 79: the GPU has fallen off the bus", since=NOW - 30
+                ok=False,
+                reason=FALLEN_OFF,
+                since=NOW - 30,
+                causes=(Cause("XID 79", FALLEN_OFF, Remedy.REBOOT_OR_REPLACE, NOW - 30),),
+                remedy=Remedy.REBOOT_OR_REPLACE,
+                answers=False,
+                offered_at=NOW + 30,
             ),
         ),
         mig_enabled=True,

@@ -15,7 +15,18 @@ from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.accounting import Overcommit
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.ledger.uses import GpuUse
-from vgpu_agent.model import Gpu, GpuUsage, Grant, GrantState, Inventory, Owner, Share
+from vgpu_agent.model import (
+    Cause,
+    Gpu,
+    GpuUsage,
+    Grant,
+    GrantState,
+    Health,
+    Inventory,
+    Owner,
+    Remedy,
+    Share,
+)
 from vgpu_agent.status import AgentStatus, LedgerStatus, NvmlState, NvmlStatus, WatchStatus
 from vgpu_agent.web.metric import Kind, Metric
 from vgpu_agent.web.metrics import Exposition, catalogue, exported
@@ -90,6 +101,27 @@ def test_a_series_says_what_the_snapshot_says_in_base_units(
 ) -> None:
     """Bytes, seconds and ratios, never MiB, milliseconds or percent."""
     assert scrape(node)[series] == value
+
+
+def test_an_unhealthy_gpu_has_its_cause_its_remedy_and_its_return(node: AgentStatus) -> None:
+    """An alert can be sent to those who reset GPUs, or to those who replace them."""
+    health = Health(
+        ok=False,
+        reason="XID 48: …",
+        causes=(Cause("XID 48", "XID 48: …", Remedy.RESET), Cause("XID 94", "", Remedy.RESTART)),
+        remedy=Remedy.RESET,
+        offered_at=NOW + 18,
+    )
+    healthy, broken = node.inventory.gpus
+    node.inventory = msgspec.structs.replace(
+        node.inventory, gpus=(healthy, msgspec.structs.replace(broken, health=health))
+    )
+    series = scrape(node)
+    info = [key for key in series if key[0] == "vgpu_agent_gpu_unhealthy_info"]
+    assert info == [("vgpu_agent_gpu_unhealthy_info", "cause=XID 48", "gpu=GPU-1", "remedy=reset")]
+    returns = [key for key in series if key[0] == "vgpu_agent_gpu_offered_again_timestamp_seconds"]
+    assert returns == [("vgpu_agent_gpu_offered_again_timestamp_seconds", "gpu=GPU-1")]
+    assert series[returns[0]] == NOW + 18
 
 
 @pytest.mark.parametrize(

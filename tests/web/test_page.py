@@ -36,8 +36,11 @@ def test_the_table_answers_who_holds_what(overview: Overview) -> None:
         "registered  20   10       2     9\n\nPods\n  POD              CONTAINER  RESOURCE       "
         " GPU  STATE     LIMIT     KNOWN FOR\n  (not named yet)  -          nvidia.com/gpu  1    "
         "reserved  in force  2m00s\n  ml/train-0       main       nvidia.com/gpu  0    granted   "
-        "no limit  1m00s\n\nProblems\n  PART    REASON\n  gpu 1   GPU-1 is unhealthy: XID 79: "
-        "the GPU has fallen off the bus\n  gpu     a GPU did not answer: 2: GPU is lost\n  "
+        "no limit  1m00s\n\nProblems\n  PART    REASON\n  gpu 1   GPU-1 has been unhealthy since "
+        "2027-01-15T07:59:30Z (30 s): XID 79: the GPU has fallen off the bus; it does not answer; "
+        "it is offered again at 2027-01-15T08:00:30Z, in 30 s, if it stays quiet; drain the node "
+        "and reboot it; if the GPU is lost again, check its slot and its power, and replace the "
+        "card\n  gpu     a GPU did not answer: 2: GPU is lost\n  "
         "ledger  the kubelet's records hold ids that this node does not offer: GPU-9::0\n"
     )
 
@@ -155,7 +158,7 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
     node.inventory = msgspec.structs.replace(node.inventory, gpus=(node.inventory.gpus[0], lost))
     text = page.as_text(views.overview(node, NOW))
     assert "  Gone " in text
-    assert "GPU-1 is gone: XID 79" in text
+    assert "GPU-1 has been gone since 2027-01-15T07:59:30Z (30 s): XID 79" in text
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,22 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.each_gpu(lambda gpu: gpu.health.since),
     ),
     Metric(
+        "vgpu_agent_gpu_unhealthy_info",
+        _G,
+        ("gpu", "cause", "remedy"),
+        "The worst cause of an Unhealthy GPU, such as XID 79 or hang, and the class of its remedy, "
+        "such as reset or reboot; always 1, absent while the GPU is healthy.",
+        readings.gpu_unhealthy_info,
+    ),
+    Metric(
+        "vgpu_agent_gpu_offered_again_timestamp_seconds",
+        _G,
+        _GPU,
+        "When an Unhealthy GPU is offered again if it stays quiet, in unix seconds; absent while "
+        "more than time is missing.",
+        readings.gpu_offered_again,
+    ),
+    Metric(
         "vgpu_agent_mig_instance_healthy",
         _G,
         _INSTANCE,

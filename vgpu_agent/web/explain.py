@@ -14,6 +14,7 @@ import msgspec
 
 from vgpu_agent.pods import ENDED
 from vgpu_agent.web import allocations, binding, cluster, mig, uses
+from vgpu_agent.web.health import span
 from vgpu_agent.web.shapes import When, when
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ def _not_asked(
     if guessed:
         yield (
             f"Container {container.name} was probably meant by an Allocate "
-            f"{_seconds(guessed[0].reserved.seconds_ago or 0)} ago; its pod is identified before "
+            f"{span(guessed[0].reserved.seconds_ago or 0)} ago; its pod is identified before "
             "the container starts."
         )
     elif waiting:
@@ -353,7 +354,7 @@ def _refused(refusal: RefusalView) -> str:
     )
     return (
         f"Container {refusal.container} may not start: {refusal.text.rstrip('.')}. "
-        f"Refused {times}, first {_seconds(refusal.since.seconds_ago or 0)} ago{after}."
+        f"Refused {times}, first {span(refusal.since.seconds_ago or 0)} ago{after}."
     )
 
 
@@ -406,7 +407,7 @@ def _sources(status: AgentStatus, now: float) -> Iterator[str]:
             else ""
         )
         failing = (
-            f", failing for {_seconds(now - watch.failing_since)}: {watch.last_error}"
+            f", failing for {span(now - watch.failing_since)}: {watch.last_error}"
             if watch and watch.failing_since
             else ""
         )
@@ -452,15 +453,4 @@ def _share(share: ShareView) -> str:
 
 
 def _ago(unix_seconds: float, now: float) -> str:
-    return f"{_seconds(now - unix_seconds)} ago"
-
-
-def _seconds(seconds: float) -> str:
-    whole = max(0, int(seconds))
-    return (
-        f"{whole} s"
-        if whole < 600
-        else f"{whole // 60} min"
-        if whole < 36000
-        else f"{whole // 3600} h"
-    )
+    return f"{span(now - unix_seconds)} ago"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.model import UNHEALTHY, GrantState
+from vgpu_agent.web.health import IllnessView, illness
 from vgpu_agent.web.shapes import view
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class MigView(msgspec.Struct, frozen=True):
     memory_mib: int
     health: str = ""
     health_reason: str = ""
+    illness: IllnessView | None = None
     device_nodes: tuple[str, ...] = ()
 
 
@@ -45,6 +47,7 @@ def instance_view(gpu: Gpu, instance: MigInstance, now: float) -> MigView:
         now,
         health=health,
         health_reason=reason,
+        illness=illness(gpu.health if not gpu.health.ok else instance.health, gpu.uuid, now),
         device_nodes=instance.capability_nodes,
     )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.status import Problem, ProblemKind
-from vgpu_agent.web import mig
+from vgpu_agent.web import health, mig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
     found = [
         *status.not_alive,
         *status.not_ready,
-        *_gpus(status.inventory),
+        *_gpus(status.inventory, now),
         *_kubelet(status),
         *_api_server(status.cluster, now),
         *_config(status),
@@ -51,26 +51,24 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _gpus(inventory: Inventory) -> Iterator[Problem]:
+def _gpus(inventory: Inventory, now: float) -> Iterator[Problem]:
     for gpu in inventory.gpus:
-        if not gpu.present:
+        if not gpu.present or not gpu.health.ok:
             yield Problem(
                 ProblemKind.GPU,
                 str(gpu.index),
-                f"{gpu.uuid} is gone: {gpu.health.reason or 'it no longer answers'}",
-            )
-        elif not gpu.health.ok:
-            yield Problem(
-                ProblemKind.GPU, str(gpu.index), f"{gpu.uuid} is unhealthy: {gpu.health.reason}"
+                f"{gpu.uuid} {health.told(gpu.health, now, gone=not gpu.present)}",
+                health.remedy(gpu.health, gpu.uuid),
             )
         else:
             for instance in gpu.mig_instances:
                 if reason := mig.why_withheld(gpu, instance):
-                    text = (
-                        f"MIG instance {instance.uuid} ({instance.profile}) is not offered: "
-                        f"{reason}"
+                    ill = instance.health
+                    told = f"is not offered: {reason}" if ill.ok else health.told(ill, now)
+                    text = f"MIG instance {instance.uuid} ({instance.profile}) {told}"
+                    yield Problem(
+                        ProblemKind.GPU, str(gpu.index), text, health.remedy(ill, gpu.uuid)
                     )
-                    yield Problem(ProblemKind.GPU, str(gpu.index), text)
     for failure in inventory.failures:
         yield Problem(ProblemKind.GPU, "", f"a GPU did not answer: {failure}")
 

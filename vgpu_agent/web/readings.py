@@ -105,6 +105,21 @@ def gpu_info(moment: Moment) -> Iterator[Row]:
         )
 
 
+def gpu_unhealthy_info(moment: Moment) -> Iterator[Row]:
+    """Describe the worst cause of each Unhealthy GPU in labels."""
+    for gpu in moment.status.inventory.gpus:
+        health = gpu.health
+        if health.causes and health.remedy:
+            yield (gpu.uuid, health.causes[0].code, health.remedy.value), 1
+
+
+def gpu_offered_again(moment: Moment) -> Iterator[Row]:
+    """Yield the time at which each Unhealthy GPU is offered again, where only time is missing."""
+    for gpu in moment.status.inventory.gpus:
+        if gpu.health.offered_at:
+            yield (gpu.uuid,), gpu.health.offered_at
+
+
 def gpu_memory_total(moment: Moment) -> Iterator[Row]:
     """Yield the memory of each GPU that has memory of its own."""
     return (

@@ -20,6 +20,7 @@ from vgpu_agent.status import NvmlState
 from vgpu_agent.web import binding as binding_views
 from vgpu_agent.web import mig, problems, uses
 from vgpu_agent.web.binding import BindingView, RefusalView
+from vgpu_agent.web.health import IllnessView, illness
 from vgpu_agent.web.limits import Limits
 from vgpu_agent.web.shapes import When, view, when
 from vgpu_agent.web.uses import HeldBackView, UseView
@@ -61,6 +62,7 @@ class GpuView(msgspec.Struct, frozen=True):
     health: str = ""
     health_reason: str = ""
     health_changed: When = When()
+    illness: IllnessView | None = None
     usage: UsageView | None = None
     holders: tuple[str, ...] = ()
     max_holders: int | None = None
@@ -322,6 +324,7 @@ def _gpu(
         health=gpu.health.word,
         health_reason=gpu.health.reason,
         health_changed=when(gpu.health.since, now),
+        illness=illness(gpu.health, gpu.uuid, now),
         usage=_usage(usage, now) if usage else None,
         holders=holders,
         max_holders=max_holders(gpu, status),
