@@ -59,7 +59,8 @@ def test_several_are_several_different_devices() -> None:
     """A count of two never gives one GPU twice, though it would have room for both."""
     assert _chosen([_room("GPU-0"), _room("GPU-1")], _demand(2), BINPACK) == ["GPU-0", "GPU-1"]
     with pytest.raises(
-        CapacityError, match=r"2 × 3000 MiB cannot be placed on this node: GPU-0: fits"
+        CapacityError,
+        match=r"2 × 3000 MiB cannot be placed on this node, also when it is empty: GPU-0: fits",
     ):
         choose_rooms([_room("GPU-0")], _demand(2), policy=BINPACK)
 

@@ -99,8 +99,10 @@ def fitting_rooms(
     lacks = {room.device: (refused or {}).get(room.device) or lack(room, demand) for room in rooms}
     fitting = [room for room in rooms if not lacks[room.device]]
     if len(fitting) < demand.count:
+        large_enough = sum(demand.memory_mib(room) <= room.memory_mib for room in rooms)
+        ever = "" if large_enough >= demand.count else ", also when it is empty"
         raise CapacityError(
-            f"{demand.text} cannot be placed on this node: {_reasons(rooms, lacks)}"
+            f"{demand.text} cannot be placed on this node{ever}: {_reasons(rooms, lacks)}"
         )
     return fitting
 
