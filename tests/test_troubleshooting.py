@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from vgpu_agent.gpu import xid
+from vgpu_agent.model import Remedy
+
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "troubleshooting.md").read_text()
 _SHORTEST_FRAGMENT = 5  # characters; what is left of a message between two values may be a comma
@@ -41,7 +44,22 @@ def spoken() -> str:
                 )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
+    texts += [xid.describe(code) for code in xid.KNOWN]
+    texts += [remedy.sentence("…") for remedy in Remedy]
     return "\n".join(texts)
+
+
+@pytest.mark.parametrize("code", xid.KNOWN)
+def test_the_table_of_xids_is_that_of_the_code(code: int) -> None:
+    """An operator looks a number up at night."""
+    meaning, remedy = xid.KNOWN[code]
+    assert f"\n| {code} | {meaning} | `{remedy.value}` |\n" in GUIDE
+
+
+@pytest.mark.parametrize("remedy", Remedy)
+def test_the_table_of_remedies_is_that_of_the_code(remedy: Remedy) -> None:
+    """The short name in a metric leads to the sentence."""
+    assert f"\n| `{remedy.value}` | {remedy.sentence('…')} |\n" in GUIDE
 
 
 def test_there_are_messages() -> None:

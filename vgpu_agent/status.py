@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vgpu_agent.model import Inventory
+from vgpu_agent.model import Inventory, Remedy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,6 +116,32 @@ class NvmlState(enum.StrEnum):
     UNUSED = "not used"  # the GPU is part of the processor (Tegra)
 
 
+class XidSeen(msgspec.Struct, frozen=True):
+    """One XID in one place, once or several times in a row.
+
+    Attributes:
+        xid: its number.
+        text: number and meaning.
+        remedy: what helps; `Remedy.APPLICATION` where a program caused it.
+        ignored: it does not make the GPU Unhealthy.
+        first_at: unix seconds.
+        last_at: the same of the latest of them.
+        count: how many there were.
+        gpu_instance: the MIG GPU instance that the driver named; None for the whole GPU.
+        compute_instance: the same for the MIG compute instance.
+    """
+
+    xid: int
+    text: str
+    remedy: Remedy
+    ignored: bool
+    first_at: float
+    last_at: float
+    count: int = 1
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+
+
 class NvmlStatus(msgspec.Struct):
     """The NVML owner thread."""
 
@@ -128,6 +154,8 @@ class NvmlStatus(msgspec.Struct):
     hangs: int = 0
     last_error: str = ""
     library: str = ""
+    # GPU → the latest XIDs on it since the agent started, ignored or not, the oldest first
+    xids: dict[str, tuple[XidSeen, ...]] = msgspec.field(default_factory=dict)
 
 
 class LedgerStatus(msgspec.Struct):

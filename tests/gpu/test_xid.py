@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgpu_agent.gpu.xid import IGNORED_BY_DEFAULT, XidPolicy, describe
+from vgpu_agent.gpu.xid import IGNORED_BY_DEFAULT, XidHistory, XidPolicy, describe
 
 
 def _row(disable: str, enable: str) -> tuple[bool, bool, bool, bool]:
@@ -91,3 +91,24 @@ def test_a_known_xid_is_explained_and_an_unknown_one_is_a_number() -> None:
     """The reason of an Unhealthy GPU can be read without the catalogue."""
     assert describe(79) == "XID 79: the GPU has fallen off the bus"
     assert describe(4711) == "XID 4711"
+
+
+def test_the_history_counts_a_storm_in_one_entry_and_keeps_the_latest() -> None:
+    """A storm of one XID pushes nothing out, and hostile programs cannot fill the memory."""
+    history = XidHistory()
+    history.note("GPU-0", 79, 1.0, ignored=False)
+    for number in range(1000):
+        history.note("GPU-0", 31, 100.0 + number / 10, ignored=True)
+    storm = history.seen["GPU-0"]
+    assert [(each.xid, each.count) for each in storm] == [(79, 1), (31, 1000)]
+    assert (storm[1].first_at, storm[1].last_at) == (100.0, 199.9)
+
+    history.note("GPU-0", 31, 300.0, ignored=True)
+    history.note("GPU-0", 31, 300.0, ignored=True, instance=(7, 0))
+    assert [each.count for each in history.seen["GPU-0"]] == [1, 1000, 1, 1]
+
+    for number in range(1000):
+        history.note("GPU-0", number, 400.0 + 100 * number, ignored=True)
+    kept = [each.xid for each in history.seen["GPU-0"]]
+    assert len(kept) <= 32
+    assert kept[-1] == 999

@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from tests.web.conftest import MEMORY, NOW, TOKEN, VGPU, a_pod, wants_vgpus
+from vgpu_agent.gpu import xid
+from vgpu_agent.journal import Entry
 from vgpu_agent.ledger.accounting import Overcommit
-from vgpu_agent.model import Grant, GrantState, Health, Owner
+from vgpu_agent.model import DeviceRoom, Grant, GrantState, Health, Owner, Share
 from vgpu_agent.pods import PodContainer
 from vgpu_agent.status import (
     AgentStatus,
@@ -19,6 +21,7 @@ from vgpu_agent.status import (
     Problem,
     ProblemKind,
     WatchStatus,
+    XidSeen,
 )
 from vgpu_agent.web import explain, page, problems
 
@@ -59,9 +62,9 @@ def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus
     [
         (
             {"health": Health(ok=False, reason="XID 79: fell off the bus")},
-            "GPU 0 (GPU-0) is Unhealthy: XID 79: fell off the bus.",
+            "GPU 0 (GPU-0) is unhealthy: XID 79: fell off the bus.",
         ),
-        ({"present": False}, "GPU 0 (GPU-0) is Unhealthy: it no longer answers."),
+        ({"present": False}, "GPU 0 (GPU-0) is gone: it no longer answers."),
         ({"uuid": "GPU-9"}, "This node has no GPU-0 any more"),
     ],
 )
@@ -74,6 +77,138 @@ def test_a_pod_on_an_ill_gpu_is_told_so(
         volcano_node.inventory, gpus=(msgspec.structs.replace(first, **changes), *others)
     )
     assert sentence in explain.explain(volcano_node, NOW, "ml/served").answer[2]
+
+
+def saw_xid(status: AgentStatus, code: int, at: float, **changes: Any) -> None:
+    """The driver has reported an XID on GPU 0."""
+    found = xid.trouble(code)
+    seen = XidSeen(code, found.text, found.remedy, code in xid.IGNORED_BY_DEFAULT, at, at)
+    earlier = status.nvml.xids.get("GPU-0", ())
+    status.nvml.xids["GPU-0"] = (*earlier, msgspec.structs.replace(seen, **changes))
+
+
+@pytest.mark.parametrize("code", [13, 31, 43, 45])
+def test_an_error_of_a_pods_own_program_is_told(volcano_node: AgentStatus, code: int) -> None:
+    """The GPU stays healthy, so nothing else tells why the pod failed."""
+    (owned,) = (grant for grant in volcano_node.ledger.grants if grant.number == 7)
+    volcano_node.ledger.grants = (owned,)
+    saw_xid(volcano_node, code, NOW - 42, first_at=NOW - 45, count=3)
+
+    text = sentences(volcano_node, "served")
+
+    assert (
+        f"{xid.describe(code)}. That was reported on GPU 0 (GPU-0) while the pod had it, 3 times, "
+        "from 2027-01-15T07:59:15Z to 2027-01-15T07:59:18Z (42 s ago).\n"
+        "No other pod has the GPU, so the program of container main has most likely caused it, "
+        "and the GPU is not the cause; look at its log of that time."
+    ) in text
+
+
+def test_on_a_shared_gpu_the_others_are_named(volcano_node: AgentStatus) -> None:
+    """The driver does not name the process."""
+    saw_xid(volcano_node, 31, NOW - 42)
+
+    text = sentences(volcano_node, "served")
+
+    assert "while the pod had it, at 2027-01-15T07:59:18Z (42 s ago)." in text
+    assert "that of this pod, or that of another pod on the GPU (ml/train-0)." in text
+
+
+def test_the_end_of_the_container_points_to_its_program(volcano_node: AgentStatus) -> None:
+    """Also on a shared GPU, a container that ended right after the error is the likeliest."""
+    saw_xid(volcano_node, 31, NOW - 42.5)
+    served, *others = volcano_node.cluster.pods
+    crashed = wants_vgpus("main", 2, started=True, ended_at=NOW - 42)
+    volcano_node.cluster.pods = (
+        msgspec.structs.replace(served, containers=(crashed,)),
+        *others,
+    )
+
+    assert (
+        "Container main ended at 2027-01-15T07:59:18Z, right after it: its own program has most "
+        "likely caused it, and the GPU is not the cause; look at its log."
+    ) in sentences(volcano_node, "served")
+
+
+def test_an_error_before_the_pod_had_the_gpu_is_not_its_own(volcano_node: AgentStatus) -> None:
+    """The share was granted 50 seconds ago."""
+    saw_xid(volcano_node, 31, NOW - 51)
+    assert "XID 31" not in sentences(volcano_node, "served")
+
+
+def test_an_error_of_the_gpu_is_not_blamed_on_the_program(volcano_node: AgentStatus) -> None:
+    """Also after the GPU has recovered, or where the configuration ignores the XID."""
+    saw_xid(volcano_node, 48, NOW - 42)
+
+    assert (
+        "It is an error of the GPU, not of the program; the program may have failed by it."
+    ) in sentences(volcano_node, "served")
+
+
+def test_an_error_in_another_mig_instance_is_not_told(volcano_node: AgentStatus) -> None:
+    """An XID that names an instance concerns that instance alone."""
+    healthy, broken = volcano_node.inventory.gpus
+    volcano_node.inventory = msgspec.structs.replace(
+        volcano_node.inventory, gpus=(healthy, msgspec.structs.replace(broken, health=Health()))
+    )
+    (owned,) = (grant for grant in volcano_node.ledger.grants if grant.number == 7)
+    volcano_node.ledger.grants = (msgspec.structs.replace(owned, shares=(Share("MIG-1"),)),)
+    saw_xid(volcano_node, 31, NOW - 42, gpu_instance=8, compute_instance=0)
+    volcano_node.nvml.xids["GPU-1"] = volcano_node.nvml.xids.pop("GPU-0")
+    assert "XID 31" not in sentences(volcano_node, "served")
+
+    saw_xid(volcano_node, 31, NOW - 42, gpu_instance=7, compute_instance=0)
+    volcano_node.nvml.xids["GPU-1"] = volcano_node.nvml.xids.pop("GPU-0")
+    assert "That was reported on MIG-1 of GPU 1 while the pod had it" in sentences(
+        volcano_node, "served"
+    )
+
+
+def test_a_pod_that_has_ended_is_told_by_the_journal(volcano_node: AgentStatus) -> None:
+    """Its grant is gone. The journal has its device, from when and until when."""
+    volcano_node.cluster.pods = (
+        a_pod("served", wants_vgpus("main", 2, started=True), phase="Failed"),
+    )
+    volcano_node.ledger.grants = ()
+    facts = {"grant": 7, "pod": "ml/served", "container": "main", "devices": ["GPU-0 4096 MiB 3 %"]}
+    volcano_node.events = (
+        Entry(NOW - 50, "allocate.reserved", {"grant": 7, "devices": []}),
+        Entry(NOW - 40, "start.bound", facts),
+        Entry(NOW - 20, "ledger.released", {**facts, "devices": ["GPU-0"]}),
+    )
+    saw_xid(volcano_node, 31, NOW - 45)
+    saw_xid(volcano_node, 13, NOW - 10)
+
+    text = sentences(volcano_node, "served")
+
+    assert "XID 31" in text
+    assert "XID 13" not in text
+
+
+def test_a_request_for_more_gpus_than_there_are_fits_nowhere(volcano_node: AgentStatus) -> None:
+    """However much is free. Each GPU of such a request is another one."""
+    counted = PluginStatus(MEMORY, "volcano-vgpu", PluginState.REGISTERED)
+    volcano_node.plugins = (*volcano_node.plugins, counted)
+    status = shown(volcano_node, a_pod("new", wants_vgpus("main", 3)))
+
+    assert (
+        "Container main fits nowhere on this node: it asks for 3 of volcano.sh/vgpu-number, each "
+        "of another GPU, and the node shares 1."
+    ) in sentences(status, "new")
+
+
+def test_a_request_for_more_ids_than_there_are_fits_nowhere(node: AgentStatus) -> None:
+    """The kubelet refuses such a pod at its admission."""
+    node.ledger.rooms = {"nvidia.com/gpu": (DeviceRoom("GPU-0", "", 81920, 81920, 100, 0, 10),)}
+    asking = PodContainer("main", limits={"nvidia.com/gpu": 21})
+    told = (
+        "Container main fits nowhere on this node: it asks for 21 of nvidia.com/gpu, and the node "
+        "has 20 in all."
+    )
+    assert told in sentences(shown(node, a_pod("new", asking, phase="Failed")), "new")
+    assert told in sentences(shown(node, a_pod("other", asking)), "other")
+    fits = PodContainer("main", limits={"nvidia.com/gpu": 20})
+    assert "fits nowhere" not in sentences(shown(node, a_pod("fits", fits)), "fits")
 
 
 def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant(
@@ -110,7 +245,8 @@ def test_a_refused_start_comes_first_with_its_reason(volcano_node: AgentStatus) 
         "Container main may not start: no GPU has 4096 MiB left. Refused 5 times, first 63 s "
         "ago; the kubelet tries again by itself."
     )
-    assert others == ["The pod has UID uid-refused, phase Pending, and was placed by volcano."]
+    assert others[0].startswith("GPU 1 (GPU-1) has been unhealthy since 2027-01-15T07:59:30Z")
+    assert others[1:] == ["The pod has UID uid-refused, phase Pending, and was placed by volcano."]
 
 
 def test_a_final_refusal_says_that_waiting_does_not_help(volcano_node: AgentStatus) -> None:
@@ -283,6 +419,17 @@ def test_an_unknown_pod_is_told_where_it_was_looked_for(volcano_node: AgentStatu
             "Nothing is known of a pod ml/never on node node-a. It may be on another node or on "
             "none yet: kubectl get pod -o wide says where."
         ),
+        (
+            "1 of 1 GPUs have room for a new container of volcano.sh/vgpu-number; the most is on "
+            "GPU 0: 77824 of 81920 MiB and 70 % of the cores. A container that asks for more of "
+            "one GPU does not fit."
+        ),
+        (
+            "GPU 1 (GPU-1) has been unhealthy since 2027-01-15T07:59:30Z (30 s): XID 79: the GPU "
+            "has fallen off the bus; it does not answer; it is offered again at "
+            "2027-01-15T08:00:30Z, in 30 s, if it stays quiet. Remedy: drain the node and reboot "
+            "it; if the GPU is lost again, check its slot and its power, and replace the card."
+        ),
     )
     assert told.sources == (
         "the watch of pods: 2 pods, complete, last answer 3 s ago",
@@ -335,7 +482,7 @@ def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(
         ),
     )
     text = sentences(node, "train-0")
-    assert "GPU 0 (GPU-0) is Unhealthy: XID 79." in text
+    assert "GPU 0 (GPU-0) is unhealthy: XID 79." in text
     assert "nvidia.com/gpu is not served now: there is no MPS control daemon at /mps." in text
 
 

@@ -43,7 +43,7 @@ def _record_gpu(journal: Journal, old: Gpu | None, new: Gpu) -> None:
         journal.record("gpu.lost", level="error", **facts, reason=new.health.reason)
     if was_ok and not new.health.ok:
         journal.record("gpu.unhealthy", level="error", **facts, **_illness(new.health, new.uuid))
-    elif old and not new.health.ok and _worst(old.health) != _worst(new.health):
+    elif old and not new.health.ok and _essence(old.health) != _essence(new.health):
         journal.record(
             "gpu.cause_changed", level="warning", **facts, **_illness(new.health, new.uuid)
         )
@@ -115,9 +115,9 @@ def _illness(health: Health, gpu: str) -> dict[str, str]:
     return facts
 
 
-def _worst(health: Health) -> tuple[str, Remedy | None]:
-    """Return the cause that the reason begins with, and the remedy."""
-    return health.causes[0].text if health.causes else "", health.remedy
+def _essence(health: Health) -> tuple[str, Remedy | None]:
+    """Return what an operator acts on; the times and the milder causes are left out."""
+    return health.reason, health.remedy
 
 
 def _by_uuid(instances: Iterable[MigInstance]) -> dict[str, MigInstance]:

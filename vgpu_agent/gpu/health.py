@@ -43,6 +43,8 @@ MAX_QUIET_SECONDS = 3600.0
 MAX_CAUSES = 8
 NOT_LISTED = "the driver no longer lists this GPU"
 
+_DEMAND = "recovery action"  # the code of a cause that is a demand of the driver
+
 
 class RecoveryAction(enum.IntEnum):
     """The action that the driver requires before a GPU is used again (NVML:
@@ -158,7 +160,7 @@ class Probe(msgspec.Struct, frozen=True):
             )
         if self.recovery_action.forbids_use:
             return Trouble(
-                "recovery action",
+                _DEMAND,
                 f"the driver asks for a {self.recovery_action.words}",
                 self.recovery_action.remedy,
                 f"the driver asked for a {self.recovery_action.words}",
@@ -257,7 +259,10 @@ class GpuHealth:
         holds until `answering`.
         """
         self._hang = Trouble(
-            "hang", f"the NVIDIA driver does not return from {call}", Remedy.DRIVER
+            "hang",
+            f"the NVIDIA driver does not return from {call}",
+            Remedy.DRIVER,
+            f"the NVIDIA driver did not return from {call}",
         )
         return self._fail(self._hang, now)
 
@@ -267,8 +272,7 @@ class GpuHealth:
         """
         if self._hang is None:
             return False
-        later = self._hang.text.replace("does not return", "did not return")
-        ended = msgspec.structs.replace(self._hang, later=f"{later} for {seconds:.0f} s")
+        ended = msgspec.structs.replace(self._hang, later=f"{self._hang.later} for {seconds:.0f} s")
         self._hang = None
         self._at(now)
         self._end(ended)
@@ -336,7 +340,7 @@ class GpuHealth:
         cause and must not hide it, and of two equal ones the first counts.
         """
         cause = self._causes[key]
-        return cause.code != "recovery action", cause.remedy.rank, -cause.since
+        return cause.code != _DEMAND, cause.remedy.rank, -cause.since
 
     def _update(self) -> bool:
         """Bring the health of an Unhealthy GPU up to date. It changes only when something has
@@ -363,7 +367,7 @@ class GpuHealth:
     def _reason(self, worst: Cause) -> str:
         parts = [worst.text]
         demand = self._last_probe.failure
-        if demand is not None and demand.code == "recovery action":
+        if demand is not None and demand.code == _DEMAND:
             parts += [demand.text] if demand.text != worst.text else []
         elif self._last_probe.obstacle and demand is None:
             parts.append(f"recovery waits for {self._last_probe.obstacle}")

@@ -32,7 +32,7 @@ from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.gpu.reopening import Reopening
 from vgpu_agent.gpu.session import Session
 from vgpu_agent.gpu.thread import Listener, NvmlThread
-from vgpu_agent.gpu.xid import XidPolicy, describe, trouble
+from vgpu_agent.gpu.xid import XidHistory, XidPolicy, describe, trouble
 from vgpu_agent.model import GpuUsage, Inventory
 from vgpu_agent.status import NvmlState, NvmlStatus
 
@@ -113,6 +113,7 @@ class GpuWatch:
             ),
         )
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
+        self._history = XidHistory()
         self._links: dict[tuple[str, str], Link] = {}
         self._reopening = Reopening(POLL_SECONDS)
         # of each XID event: when it was last recorded (monotonic), and how many were left out since
@@ -216,6 +217,7 @@ class GpuWatch:
         self._status.calls = self._nvml.calls
         self._status.errors = self._nvml.errors
         self._status.library = self._nvml.library
+        self._status.xids = self._history.seen
         if self._status.state is not NvmlState.MISSING and self._nvml.last_error:
             self._status.last_error = self._nvml.last_error
         return self._status
@@ -368,14 +370,23 @@ class GpuWatch:
             return
         counts = self._policy.counts(event.xid)
         self._record_xid(event, event.xid, counts=counts)
+        hit = [
+            gpu
+            for gpu in self.inventory.value.gpus
+            # An XID without a GPU may have hit any of them (nvidia §10.6).
+            if event.gpu in {"", gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}
+        ]
+        for gpu in hit:
+            instance = (event.gpu_instance, event.compute_instance)
+            self._history.note(
+                gpu.uuid, event.xid, time.time(), ignored=not counts, instance=instance
+            )
         if counts:
             found = trouble(event.xid, placed=bool(event.gpu))
-            for gpu in self.inventory.value.gpus:
-                # An XID without a GPU may have hit any of them (nvidia §10.6).
-                if event.gpu in {"", gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}:
-                    self._healths.reported(
-                        gpu, event.gpu_instance, event.compute_instance, found, time.monotonic()
-                    )
+            for gpu in hit:
+                self._healths.reported(
+                    gpu, event.gpu_instance, event.compute_instance, found, time.monotonic()
+                )
             self._publish_healths()
 
     def _record_xid(self, event: DeviceEvent, xid: int, *, counts: bool) -> None:

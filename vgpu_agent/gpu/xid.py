@@ -16,15 +16,19 @@ import msgspec
 
 from vgpu_agent.gpu.health import Trouble
 from vgpu_agent.model import Remedy
+from vgpu_agent.status import XidSeen
 
 # The program's fault, not the card's: NVIDIA's own list (nvidia §10.2).
 IGNORED_BY_DEFAULT = frozenset({13, 31, 43, 45, 68, 109})
 
 _ALL_WORDS = ("all", "xids")
 
+_MAX_SEEN = 32
+_SAME_SECONDS = 60.0
+
 # The meaning and the remedy of common XIDs. The numbers and their classes (an error of the program,
 # reset, reboot, replacement) are those of NVIDIA's XID catalogue.
-_KNOWN = {
+KNOWN = {
     13: ("a program made an illegal access in a graphics or compute engine", Remedy.APPLICATION),
     31: ("a program touched GPU memory that is not mapped", Remedy.APPLICATION),
     32: ("the GPU read a broken command stream", Remedy.LOOK_UP),
@@ -55,7 +59,7 @@ _KNOWN = {
 
 def describe(code: int) -> str:
     """``XID 79: the GPU has fallen off the bus``; unknown numbers stay numbers."""
-    return f"XID {code}: {_KNOWN[code][0]}" if code in _KNOWN else f"XID {code}"
+    return f"XID {code}: {KNOWN[code][0]}" if code in KNOWN else f"XID {code}"
 
 
 def trouble(code: int, *, placed: bool = True) -> Trouble:
@@ -66,8 +70,52 @@ def trouble(code: int, *, placed: bool = True) -> Trouble:
         placed: the driver has named the GPU.
     """
     note = "" if placed else " (the driver does not say on which GPU)"
-    remedy = _KNOWN[code][1] if code in _KNOWN else Remedy.LOOK_UP
+    remedy = KNOWN[code][1] if code in KNOWN else Remedy.LOOK_UP
     return Trouble(f"XID {code}", f"{describe(code)}{note}", remedy)
+
+
+class XidHistory:
+    """The latest XIDs of each GPU, for explanations of pods that failed.
+
+    State: in memory only, `_MAX_SEEN` entries for each GPU. The same XID in the same place again
+    within a minute is counted in its entry, so that a storm pushes nothing out.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[XidSeen]] = {}
+
+    def note(
+        self,
+        gpu: str,
+        code: int,
+        at: float,
+        *,
+        ignored: bool,
+        instance: tuple[int | None, int | None] = (None, None),
+    ) -> None:
+        """Take note of an XID.
+
+        Args:
+            gpu: the UUID of a GPU of this node.
+            code: the XID.
+            at: unix seconds.
+            ignored: it does not make the GPU Unhealthy.
+            instance: the ids of the MIG GPU instance and compute instance that it names.
+        """
+        found = trouble(code)
+        seen = self._seen.setdefault(gpu, [])
+        for place, before in enumerate(seen):
+            same = (before.xid, before.gpu_instance, before.compute_instance) == (code, *instance)
+            if same and before.ignored == ignored and at - before.last_at <= _SAME_SECONDS:
+                seen[place] = msgspec.structs.replace(before, last_at=at, count=before.count + 1)
+                return
+        seen.append(XidSeen(code, found.text, found.remedy, ignored, at, at, 1, *instance))
+        del seen[:-_MAX_SEEN]
+
+    @property
+    def seen(self) -> dict[str, tuple[XidSeen, ...]]:
+        """GPU → its entries, the oldest first."""
+        return {gpu: tuple(entries) for gpu, entries in self._seen.items()}
 
 
 class XidPolicy(msgspec.Struct, frozen=True):

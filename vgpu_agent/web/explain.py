@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.pods import ENDED
-from vgpu_agent.web import allocations, binding, cluster, mig, uses
+from vgpu_agent.web import allocations, binding, cluster, health, uses, xids
 from vgpu_agent.web.health import span
 from vgpu_agent.web.shapes import When, when
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vgpu_agent.web.views import ShareView
 
 _SHOWN_EVENTS = 20
+_SHOWN_GPUS = 8
 _FAILED = "Failed"  # phase of a pod
 _LIMIT_WORDS = {
     "no limit": "not there",
@@ -70,9 +71,9 @@ def explain(status: AgentStatus, now: float, name: str) -> Explanation:
     refusals = [refusal for refusal in binding.refusals(status, now) if refusal.pod_name == name]
     events = _events(status, name, {grant.token for grant in grants if grant.token})
     sentences = tuple(
-        _about(status, now, pod, grants, refusals)
+        _about(status, now, pod, grants, refusals, events)
         if pod
-        else _unknown(status, name, grants, refusals, events)
+        else _unknown(status, now, name, grants, refusals, events)
     )
     shown = tuple(
         EventView(entry.event, when(entry.at, now), entry.facts)
@@ -107,6 +108,7 @@ def _about(
     pod: Pod,
     grants: tuple[AllocationView, ...],
     refusals: list[RefusalView],
+    events: list[Entry],
 ) -> Iterator[str]:
     """Explain a pod that the watch shows."""
     ours = cluster.our_resources(status)
@@ -124,7 +126,12 @@ def _about(
         )
     for container in asking:
         yield from _container(status, now, pod, container, grants, refusals)
+    if not pod.ended and not all(container.started for container in asking):
+        yield from _ill(status, now)
     yield from _claims(status, pod)
+    ours_now = [grant for grant in grants if grant.pod_uid in {"", pod.kubelet_uid}]
+    for held in xids.held_now(ours_now, now) or xids.held_before(status, events, now):
+        yield from xids.sentences(status, now, pod.full_name, held, pod)
     if pod.ended:
         how = f" ({pod.phase})" if pod.phase != ENDED else ""
         yield f"The pod has ended{how}; nothing of it starts again."
@@ -202,7 +209,7 @@ def _container(
     for grant in held:
         if grant.shares or not refused:
             yield from _held(grant, container)
-            yield from _unhealthy(status, grant)
+            yield from _unhealthy(status, now, grant)
             yield from _overcommitted(status, grant)
     yield from _counted_alone(status, container)
     if refused:
@@ -264,7 +271,7 @@ def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
         yield f"is not served now: {reason}."
 
 
-def _unhealthy(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
+def _unhealthy(status: AgentStatus, now: float, grant: AllocationView) -> Iterator[str]:
     """Explain what is wrong with the devices of a container, which is usually why it fails."""
     if not status.inventory.gpus:
         return  # none has been read
@@ -277,11 +284,19 @@ def _unhealthy(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
             )
             continue
         gpu, instance = found
-        reason = mig.why_withheld(gpu, instance) if instance is not None else gpu.health.reason
-        if reason or not gpu.present or not gpu.health.ok:
+        ill = gpu.health if instance is None or not gpu.health.ok else instance.health
+        if not ill.ok or not gpu.present:
+            yield f"{_called(share)} {health.told(ill, now, gone=not gpu.present)}."
+            if remedy := health.remedy(ill, gpu.uuid):
+                yield f"Remedy: {remedy}."
             yield (
-                f"{_called(share)} is Unhealthy: {reason or 'it no longer answers'}. What runs on "
-                "it will most likely fail, and no new container gets it meanwhile."
+                f"What runs on {_called(share)} will most likely fail, and no new container gets "
+                "it meanwhile."
+            )
+        elif instance is not None and instance.trouble:
+            yield (
+                f"{_called(share)} is Unhealthy: {instance.trouble}. What runs on it will most "
+                "likely fail, and no new container gets it meanwhile."
             )
 
 
@@ -302,6 +317,7 @@ def _not_asked(
     status: AgentStatus, now: float, pod: Pod, container: PodContainer, resource: str
 ) -> Iterator[str]:
     """Explain why no grant gives the container any of the ``resource`` that it asks for."""
+    yield from _too_many(status, container, resource)
     guessed = [
         grant
         for grant in allocations.allocations(status, now)
@@ -341,6 +357,58 @@ def _not_asked(
             "is not admitted yet, or was refused before; kubectl describe pod says which."
         )
         yield from _held_back(status, resource)
+        yield from _rooms(status, resource)
+
+
+def _too_many(status: AgentStatus, container: PodContainer, resource: str) -> Iterator[str]:
+    """Explain a request for more than the node has, however much of it is free."""
+    by_name = {plugin.resource: plugin for plugin in status.plugins}
+    plugin = by_name.get(resource)
+    if plugin is None or container.started:
+        return
+    # families whose pods ask for a number of GPUs, and for memory and compute by other names
+    numbering = {by_name[name].family for name in status.ledger.only_counted & by_name.keys()}
+    by_number = resource in status.ledger.decided_by_pod and plugin.family in numbering
+    number, gpus = container.limits[resource], len(status.ledger.rooms[resource])
+    if by_number and number > gpus:
+        yield (
+            f"Container {container.name} fits nowhere on this node: it asks for {number} of "
+            f"{resource}, each of another GPU, and the node shares {gpus}."
+        )
+    elif number > plugin.ids_sent > 0:
+        yield (
+            f"Container {container.name} fits nowhere on this node: it asks for {number} of "
+            f"{resource}, and the node has {plugin.ids_sent} in all."
+        )
+
+
+def _ill(status: AgentStatus, now: float) -> Iterator[str]:
+    """Tell which GPUs of the node are not offered because of their health, and what helps."""
+    ill = [gpu for gpu in status.inventory.gpus if not gpu.health.ok or not gpu.present]
+    for gpu in ill[:_SHOWN_GPUS]:
+        sentence = health.told(gpu.health, now, gone=not gpu.present)
+        remedy = health.remedy(gpu.health, gpu.uuid)
+        yield f"GPU {gpu.index} ({gpu.uuid}) {sentence}.{f' Remedy: {remedy}.' if remedy else ''}"
+    if len(ill) > _SHOWN_GPUS:
+        yield f"{len(ill) - _SHOWN_GPUS} more GPUs are Unhealthy: see vgpu-agent status."
+
+
+def _rooms(status: AgentStatus, resource: str) -> Iterator[str]:
+    """Tell what new containers of ``resource`` could get, to compare with a request."""
+    if resource not in status.ledger.decided_by_pod:
+        return
+    rooms = [room for room in status.ledger.rooms.get(resource, ()) if not room.trouble]
+    free = [room for room in rooms if room.holders_free > 0 and not room.exclusive]
+    if not free:
+        yield f"No GPU has room for a new container of {resource}."
+        return
+    most = max(free, key=lambda room: (room.memory_free_mib, room.cores_free_percent))
+    yield (
+        f"{len(free)} of {len(status.ledger.rooms[resource])} GPUs have room for a new container "
+        f"of {resource}; the most is on {uses.called(status, (most.device,))}: "
+        f"{most.memory_free_mib} of {most.memory_mib} MiB and {most.cores_free_percent} % of the "
+        "cores. A container that asks for more of one GPU does not fit."
+    )
 
 
 def _refused(refusal: RefusalView) -> str:
@@ -360,6 +428,7 @@ def _refused(refusal: RefusalView) -> str:
 
 def _unknown(
     status: AgentStatus,
+    now: float,
     name: str,
     grants: tuple[AllocationView, ...],
     refusals: list[RefusalView],
@@ -373,9 +442,11 @@ def _unknown(
             f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; "
             f"the grant is {grant.state}."
         )
-        yield from _unhealthy(status, grant)
+        yield from _unhealthy(status, now, grant)
         if grant.evidence:
             yield f"That is known because: {'; '.join(grant.evidence)}."
+    for held in xids.held_now(grants, now) or xids.held_before(status, events, now):
+        yield from xids.sentences(status, now, name, held)
     for resource in dict.fromkeys(grant.resource for grant in grants):
         yield from (f"{resource} {why}" for why in _unserved(status, resource))
     if grants:
@@ -392,6 +463,8 @@ def _unknown(
         )
         for plugin in status.plugins:
             yield from _held_back(status, plugin.resource)
+            yield from _rooms(status, plugin.resource)
+        yield from _ill(status, now)
 
 
 def _sources(status: AgentStatus, now: float) -> Iterator[str]:

@@ -24,6 +24,7 @@ from vgpu_agent.web.health import IllnessView, illness
 from vgpu_agent.web.limits import Limits
 from vgpu_agent.web.shapes import When, view, when
 from vgpu_agent.web.uses import HeldBackView, UseView
+from vgpu_agent.web.xids import XidView, xid_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +64,7 @@ class GpuView(msgspec.Struct, frozen=True):
     health_reason: str = ""
     health_changed: When = When()
     illness: IllnessView | None = None
+    xids: tuple[XidView, ...] = ()  # the latest, ignored or not, the oldest first
     usage: UsageView | None = None
     holders: tuple[str, ...] = ()
     max_holders: int | None = None
@@ -325,6 +327,7 @@ def _gpu(
         health_reason=gpu.health.reason,
         health_changed=when(gpu.health.since, now),
         illness=illness(gpu.health, gpu.uuid, now),
+        xids=tuple(xid_view(seen, now) for seen in status.nvml.xids.get(gpu.uuid, ())),
         usage=_usage(usage, now) if usage else None,
         holders=holders,
         max_holders=max_holders(gpu, status),
