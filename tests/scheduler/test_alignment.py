@@ -73,7 +73,7 @@ class Cluster:
         self.extender.see_pod(self.read_pod(json.dumps(pod).encode()))
 
     def counted(self, result: str) -> float:
-        """How many pods were placed so after their fellows."""
+        """How many pods were placed so after their peers."""
         name = f'vgpu_scheduler_crosspod_alignment_total{{result="{result}"}} '
         lines = self.metrics.text("")[0].decode().splitlines()
         return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
@@ -175,7 +175,7 @@ async def test_searches_of_filters_count_and_those_of_dry_runs_do_not() -> None:
     assert "link_search_total{" not in even.metrics.text("")[0].decode()
 
 
-async def test_fellows_that_ask_for_no_card_are_not_followed() -> None:
+async def test_peers_that_ask_for_no_card_are_not_followed() -> None:
     """Such as the launcher of a training. The pod is the first of its group to get cards."""
     cluster = Cluster(QUADS)
     launcher = a_member("a", 0)
@@ -220,13 +220,13 @@ async def test_a_gang_larger_than_a_node_keeps_its_domain() -> None:
 
 
 async def test_a_strict_member_is_told_why_it_does_not_fit_on_a_sample() -> None:
-    """Its fellow's component is full. On all other cards there is room, but not for it: no Node has
+    """Its peer's component is full. On all other cards there is room, but not for it: no Node has
     any, whatever kube-scheduler names, so it is not asked to try again.
     """
     cluster = Cluster(QUADS, QUADS, QUADS)
-    fellow, strict = a_member("a", 0), a_member("a", 1, "link-strict", number=2)
-    cluster.runs(fellow)
-    assert cluster.place(fellow) == ("n0", [0])
+    peer, strict = a_member("a", 0), a_member("a", 1, "link-strict", number=2)
+    cluster.runs(peer)
+    assert cluster.place(peer) == ("n0", [0])
     cluster.runs(a_pod("x", 0, 1, 2, 3))
     cluster.runs(a_pod("y", 1, 0, 1, 2))
     cluster.runs(a_pod("z", 2, *range(8)))
@@ -240,10 +240,10 @@ async def test_a_strict_member_may_fit_on_a_node_that_was_not_named(
     """Then the text changes on purpose, as for other pods."""
     monkeypatch.setattr("vgpu_agent.scheduler.extender._LEAST_SAMPLE", 1)
     cluster = Cluster(QUADS, QUADS, QUADS)
-    fellow = a_member("a", 0)
-    cluster.runs(fellow)
+    peer = a_member("a", 0)
+    cluster.runs(peer)
     cluster.names = ["n0"]
-    assert cluster.place(fellow) == ("n0", [0])
+    assert cluster.place(peer) == ("n0", [0])
     cluster.runs(a_pod("x", 0, 1, 2, 3))
     cluster.runs(a_pod("y", 1, 0, 1, 2, 3))
     strict = a_member("a", 1, "link-strict")
@@ -253,12 +253,12 @@ async def test_a_strict_member_may_fit_on_a_node_that_was_not_named(
     assert cluster.refusals(strict, "n2") == {}
 
 
-async def test_a_dry_run_asks_the_fellows_too() -> None:
+async def test_a_dry_run_asks_the_peers_too() -> None:
     """What a member was promised does not stand in its own way."""
     cluster = Cluster(QUADS, QUADS)
-    fellow, strict = a_member("a", 0), a_member("a", 1, "link-strict")
-    cluster.runs(fellow)
-    assert cluster.place(fellow) == ("n0", [0])
+    peer, strict = a_member("a", 0), a_member("a", 1, "link-strict")
+    cluster.runs(peer)
+    assert cluster.place(peer) == ("n0", [0])
     cluster.runs(a_pod("x", 0, 1, 2))
     assert cluster.place(strict) == ("n0", [3])
     cluster.runs(a_pod("y", 1, 0, 1, 2, 3))
@@ -279,7 +279,7 @@ async def test_groups_of_other_namespaces_are_strangers() -> None:
     foreign["metadata"]["namespace"] = "other"
     cluster.runs(foreign)
     assert cluster.place(foreign) == ("n0", [0])
-    assert cluster.known.fellows("uid-x", "default/a") == []
+    assert cluster.known.peers("uid-x", "default/a") == []
 
 
 async def test_pods_of_a_controller_belong_together() -> None:
@@ -302,27 +302,27 @@ async def test_a_promise_that_ends_leaves_nothing() -> None:
     cluster = Cluster(QUADS)
     member = a_member("a", 0)
     cluster.place(member)
-    assert cluster.known.fellows("", "default/a") == [member["metadata"]["uid"]]
+    assert cluster.known.peers("", "default/a") == [member["metadata"]["uid"]]
     cluster.extender._end_promise(member["metadata"]["uid"])
-    assert cluster.known.fellows("", "default/a") == []
+    assert cluster.known.peers("", "default/a") == []
     cluster.place(member)
     cluster.runs(member)
     cluster.extender._end_promise(member["metadata"]["uid"])
-    assert cluster.known.fellows("", "default/a") == [member["metadata"]["uid"]]
+    assert cluster.known.peers("", "default/a") == [member["metadata"]["uid"]]
 
 
 @pytest.mark.parametrize(
     ("mode", "victims"), [("link", ["uid-near"]), ("link-strict", ["uid-near"])]
 )
-async def test_victims_are_taken_beside_the_fellows(mode: str, victims: list[str]) -> None:
+async def test_victims_are_taken_beside_the_peers(mode: str, victims: list[str]) -> None:
     """vgpu-manager §5.9: although they are more important."""
     cluster = Cluster(QUADS)
     cluster.runs(a_pod("far", 0, 4, priority=1))
     cluster.runs(a_pod("fixed", 0, 5, 6, 7, 1, 2, priority=200))
     cluster.runs(a_pod("near", 0, 3, priority=5))
-    fellow = a_member("a", 0, priority=100)
-    cluster.runs(fellow)
-    assert cluster.place(fellow) == ("n0", [0])
+    peer = a_member("a", 0, priority=100)
+    cluster.runs(peer)
+    assert cluster.place(peer) == ("n0", [0])
     body = {
         "Pod": a_member("a", 1, mode, priority=100),
         "NodeNameToMetaVictims": {"n0": {"Pods": []}},
@@ -333,15 +333,15 @@ async def test_victims_are_taken_beside_the_fellows(mode: str, victims: list[str
 
 
 async def test_a_protected_pod_is_counted_once_in_a_call() -> None:
-    """Though two components have fellows, and victims are looked for in each."""
+    """Though two components have peers, and victims are looked for in each."""
     cluster = Cluster(QUADS)
     for place, card in ((0, 0), (1, 4)):
-        fellow = a_member("a", place, priority=100)
-        fellow["metadata"]["annotations"][KEYS.pre_allocated] = (
+        peer = a_member("a", place, priority=100)
+        peer["metadata"]["annotations"][KEYS.pre_allocated] = (
             f"default[{card}_{uuid(0, card)}_100_{MEMORY_MIB}]"
         )
-        fellow["spec"]["nodeName"] = "n0"
-        cluster.runs(fellow)
+        peer["spec"]["nodeName"] = "n0"
+        cluster.runs(peer)
     cluster.runs(a_pod("equal", 0, 1, 2, 3, 5, 6, 7, priority=100))
     body = {
         "Pod": a_member("a", 2, "link-strict", priority=100),
@@ -354,14 +354,14 @@ async def test_a_protected_pod_is_counted_once_in_a_call() -> None:
         assert f"{name}{calls}.0" in cluster.metrics.text("")[0].decode()
 
 
-async def test_a_strict_pod_has_no_victims_away_from_its_fellows() -> None:
+async def test_a_strict_pod_has_no_victims_away_from_its_peers() -> None:
     """It would not go there."""
     cluster = Cluster(QUADS)
     cluster.runs(a_pod("far", 0, 4, priority=1))
     cluster.runs(a_pod("fixed", 0, 5, 6, 7, 1, 2, 3, priority=200))
-    fellow = a_member("a", 0, priority=100)
-    cluster.runs(fellow)
-    assert cluster.place(fellow) == ("n0", [0])
+    peer = a_member("a", 0, priority=100)
+    cluster.runs(peer)
+    assert cluster.place(peer) == ("n0", [0])
     for mode, expected in (("link", 1), ("link-strict", 0)):
         body = {
             "Pod": a_member("a", 1, mode, priority=100),

@@ -483,10 +483,10 @@ async def test_memory_stays_bounded_by_what_there_is() -> None:
     assert count()["promises"] <= slots
     assert len(book._verdicts) <= 32
     assert len(extender._refused) <= 10_000
-    assert len(extender.records._asked) <= 5000
+    assert len(extender.records._filter_calls) <= 5000
     assert len(cluster.journal.entries) <= 1000
     await asyncio.sleep(GRACE_SECONDS + 1)
-    extender.take_back()
+    extender.expire_promises()
     after = count()
     assert after | {"states": 0} == before | {"states": 0}
     assert after["states"] <= 16_384

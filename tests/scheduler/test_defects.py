@@ -134,7 +134,7 @@ async def _a_pod_that_is_never_bound_keeps_nothing() -> None:
     cluster = StrictCluster(1)
     cluster.filter(cluster.create("a", **WHOLE))  # it has no condition PodScheduled
     await asyncio.sleep(GRACE_SECONDS + 1)
-    cluster.extender.take_back()
+    cluster.extender.expire_promises()
     assert cluster.book.taken("n0") == FREE
 
 
@@ -145,8 +145,8 @@ async def _a_slow_bind_keeps_its_cards() -> None:
     cluster.strict.slow["PATCH"] = asyncio.Event()
     bind = asyncio.ensure_future(cluster.bind(pod, "n0"))
     await asyncio.sleep(10 * GRACE_SECONDS)
-    cluster.extender.take_back()
-    await cluster.extender.clear_up()
+    cluster.extender.expire_promises()
+    await cluster.extender.check_unconfirmed_binds()
     assert cluster.filter(cluster.create("b", **WHOLE))["NodeNames"] == []
     cluster.strict.slow["PATCH"].set()
     assert await bind == ""

@@ -54,7 +54,7 @@ def explained(
         cluster.book.views(),
         cluster.book.holding(read.uid),
         None if read.node else extender.kept(read.uid),
-        extender.records.last_asked(read.uid),
+        extender.records.filter_calls(read.uid),
         extender.records.started_at,
         tuple(extender.records.schedulers),
         extender.name_of,
@@ -104,8 +104,8 @@ async def test_a_pod_that_fits_and_that_nobody_has_asked_about() -> None:
             "reached the pod: it also asks only after its own checks have left a Node over."
         ),
         (
-            "Taints, cordons, selectors, CPU and memory of Nodes are kube-scheduler's; they are "
-            "not counted here."
+            "kube-scheduler also checks taints, cordons, selectors, CPU and memory of Nodes; they "
+            "are not counted here."
         ),
     )
     assert found.request == ("container default: 1 card with 1024 MiB and 10 % of the compute",)
@@ -121,7 +121,7 @@ async def test_a_pod_that_fits_and_that_nobody_has_asked_about() -> None:
 
 
 async def test_a_pod_that_must_be_near_its_group_is_told_so() -> None:
-    """Where it fits, because that is counted as for a pod without fellows."""
+    """Where it fits, because that is counted as for a pod without peers."""
     sentence = (
         "Once another pod of its group has cards, it goes only to cards near those "
         "(nvidia.com/device-topology-mode: link-strict, with cross-pod topology); that is not "
@@ -203,7 +203,7 @@ async def test_cards_of_a_type_are_all_held() -> None:
     )
 
 
-async def test_the_size_of_cards_that_the_pod_does_not_want_is_no_reason_for_people() -> None:
+async def test_the_size_of_cards_that_the_pod_does_not_want_is_no_reason_for_endpoints() -> None:
     """Filter looks at sizes first, and so names a reason that would mislead."""
     cluster = Cluster(1)
     node(cluster, "n7", node_texts([entry(0, uuid=uuid(7, 0), type="NVIDIA H100", memory=81920)]))
@@ -222,7 +222,7 @@ async def test_a_type_that_the_cluster_does_not_have() -> None:
     found = explained(Cluster(), annotated(a_pod(**SMALL), include_type="a1000"))
     assert found.situation == "never-fits"
     assert found.answer[2].endswith(
-        "so waiting does not help: change the pod, mend Nodes, or add Nodes."
+        "so waiting does not help: change the pod, repair Nodes, or add Nodes."
     )
     assert found.missing[1] == (
         "No card of the cluster is one that the pod wants (annotation nvidia.com/include-gpu-type: "
@@ -390,7 +390,7 @@ def test_nodes_whose_cards_are_divided_have_a_sentence_with_the_note() -> None:
     book.put_node("n0", Unfit(Reason.DeviceMIGEnabled, note))
     wanted = Demand((ContainerDemand(ContainerKind.MAIN, 1, 10, 1024),), "none", "none")
     groups = finish(survey.grouped(wanted, book.views()))
-    words = VgpuManagerScheduling(KEYS).words
+    words = VgpuManagerScheduling(KEYS).key_names
     (text,) = finish(shortage.sentences(wanted, groups, words, str))
     assert text.startswith(
         f"1 Node (n0): no card is of use to the pod. n0 has: {note}. `vgpu-agent status` on such a"
@@ -422,7 +422,7 @@ async def test_parts_of_cards_and_cards_for_one_pod(
     container: ContainerDemand, asked: str, sentence: str
 ) -> None:
     """Another family asks for these."""
-    cluster, words = Cluster(1), VgpuManagerScheduling(KEYS).words
+    cluster, words = Cluster(1), VgpuManagerScheduling(KEYS).key_names
     bound(cluster, "a", claim(0, 0, 10, 12288))
     bound(cluster, "b", claim(0, 1, 20, 4096))
     demand = Demand((container,))
@@ -448,7 +448,7 @@ async def test_a_pod_for_which_cards_are_kept() -> None:
         ),
         (
             "The cards are kept for it until 2026-08-21 17:00:32 UTC (20 s from now). If it is not "
-            "bound by then, other pods may have them, and it is placed anew when kube-scheduler "
+            "bound by then, other pods may have them, and it is placed again when kube-scheduler "
             "asks again."
         ),
         "19 more such pods fit now, besides it.",

@@ -357,10 +357,10 @@ async def test_cards_of_a_pod_that_is_never_bound_are_given_back() -> None:
     cluster = Cluster(1)
     cluster.filter(a_pod("a", **WHOLE))
     await asyncio.sleep(GRACE_SECONDS - 1)
-    cluster.extender.take_back()
+    cluster.extender.expire_promises()
     assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == []
     await asyncio.sleep(2)
-    cluster.extender.take_back()
+    cluster.extender.expire_promises()
     assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]
     assert "no cards are kept" in await _bind_known(cluster, a_pod("a", **WHOLE))
 
@@ -394,7 +394,7 @@ async def test_a_pod_that_may_be_bound_goes_nowhere_else() -> None:
     assert cluster.book.taken("n1") == ((0, 0, 0), (0, 0, 0))
     assert cluster.filter(pod, "n0", "n1")["NodeNames"] == ["n0"]
     await asyncio.sleep(10 * GRACE_SECONDS)
-    cluster.extender.take_back()
+    cluster.extender.expire_promises()
     assert cluster.filter(a_pod("b", **WHOLE), "n0")["NodeNames"] == []
     cluster.server.failure.clear()
     assert await cluster.bind(pod, "n0") == ""
@@ -408,7 +408,7 @@ async def test_a_bind_without_an_answer_keeps_the_cards() -> None:
     cluster.server.failure["POST"] = ClusterError("no answer within 15 s")
     assert await cluster.bind(pod, "n0") == "no answer within 15 s"
     await asyncio.sleep(10 * GRACE_SECONDS)
-    cluster.extender.take_back()
+    cluster.extender.expire_promises()
     assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == []
     cluster.extender.forget_pod("uid-train")
     assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]

@@ -14,7 +14,7 @@ def a_pod(
     return Pod(f"uid-{name}", "team", name, node, phase, scheduling=facts)
 
 
-def test_fellows_are_pods_of_the_gang_or_else_of_the_controller() -> None:
+def test_peers_are_pods_of_the_gang_or_else_of_the_controller() -> None:
     """vgpu-manager §5.7."""
     known = KnownPods()
     for pod in (
@@ -23,9 +23,9 @@ def test_fellows_are_pods_of_the_gang_or_else_of_the_controller() -> None:
         a_pod("c", "n0", owner="team/job"),
     ):
         known.see(pod)
-    assert known.fellows("uid-a", "team/g") == ["uid-b"]
-    assert known.fellows("uid-x", "team/job") == ["uid-c"]
-    assert known.fellows("uid-x", "") == []
+    assert known.peers("uid-a", "team/g") == ["uid-b"]
+    assert known.peers("uid-x", "team/job") == ["uid-c"]
+    assert known.peers("uid-x", "") == []
 
 
 def test_pods_that_are_gone_are_forgotten() -> None:
@@ -33,7 +33,7 @@ def test_pods_that_are_gone_are_forgotten() -> None:
     known = KnownPods()
     known.see(a_pod("a", "n0", gang="team/g"))
     known.see(a_pod("a", "n0", gang="team/h"))
-    assert (known.fellows("", "team/g"), known.fellows("", "team/h")) == ([], ["uid-a"])
+    assert (known.peers("", "team/g"), known.peers("", "team/h")) == ([], ["uid-a"])
     known.see(a_pod("a", "n0", gang="team/h", phase="Succeeded"))
     known.see(a_pod("b", "n0", gang="team/h"))
     known.forget("uid-b")

@@ -157,16 +157,16 @@ async def test_cards_of_a_pod_that_the_watch_never_shows_are_given_back(bound: b
     await cluster.bind(pod, "n0")
     if bound:
         cluster.strict.remove("a")
-    cluster.extender.take_back()
-    await cluster.extender.clear_up()
+    cluster.extender.expire_promises()
+    await cluster.extender.check_unconfirmed_binds()
     assert cluster.book.taken("n0") != FREE  # the answer may still be under way
     await asyncio.sleep(GRACE_SECONDS + 1)
     cluster.strict.away.add("GET")
-    await cluster.extender.clear_up()
+    await cluster.extender.check_unconfirmed_binds()
     assert cluster.book.taken("n0") != FREE  # the API server did not answer
     cluster.strict.away.clear()
     await asyncio.sleep(GRACE_SECONDS + 1)
-    await cluster.extender.clear_up()
+    await cluster.extender.check_unconfirmed_binds()
     assert cluster.book.taken("n0") == FREE
 
 
@@ -188,13 +188,13 @@ async def test_a_bound_pod_that_the_watch_never_shows_keeps_its_cards_until_it_i
     assert await cluster.bind(pod, "n0") == ""
     for _ in range(2):
         await asyncio.sleep(GRACE_SECONDS + 1)
-        cluster.extender.take_back()
-        await cluster.extender.clear_up()
+        cluster.extender.expire_promises()
+        await cluster.extender.check_unconfirmed_binds()
         assert cluster.book.taken("n0") == ((1, 24576, 100), (1, 24576, 100))
         assert cluster.filter(cluster.create("b", **WHOLE))["NodeNames"] == []
     cluster.strict.remove("a")
     await asyncio.sleep(GRACE_SECONDS + 1)
-    await cluster.extender.clear_up()
+    await cluster.extender.check_unconfirmed_binds()
     assert cluster.book.taken("n0") == FREE
 
 
@@ -213,7 +213,7 @@ async def test_a_promise_that_the_api_server_contradicts_ends(end: str) -> None:
     else:
         stored["spec"]["nodeName"] = "n1"
     await asyncio.sleep(GRACE_SECONDS + 1)
-    await cluster.extender.clear_up()
+    await cluster.extender.check_unconfirmed_binds()
     assert cluster.book.taken("n0") == cluster.book.taken("n1") == FREE
     assert cluster.extender.kept("uid-a") is None
 
@@ -277,7 +277,7 @@ async def test_a_node_that_is_deleted_between_filter_and_bind_is_not_bound_to() 
 
 
 async def test_a_promise_on_a_card_that_fell_ill_is_made_anew() -> None:
-    """Asked again, the extender chooses other cards, here and on other Nodes."""
+    """FilterCalls again, the extender chooses other cards, here and on other Nodes."""
     cluster = StrictCluster(1)
     pod = cluster.create("a", **SMALL)
     cluster.filter(pod)
@@ -308,7 +308,7 @@ async def test_promises_of_a_leader_end_with_its_lead() -> None:
     cluster = StrictCluster(1)
     pod = cluster.create("a", **WHOLE)
     cluster.filter(pod)
-    cluster.extender.end_lead()
+    cluster.extender.stop_leading()
     assert cluster.book.taken("n0") == FREE
     assert "no cards are kept" in await cluster.bind(pod, "n0")
 
@@ -337,7 +337,7 @@ async def test_a_leader_that_loses_its_lead_during_a_bind_does_not_bind() -> Non
     bind = asyncio.ensure_future(cluster.bind(pod, "n0"))
     await asyncio.sleep(0)
     leads[0] = False
-    cluster.extender.end_lead()
+    cluster.extender.stop_leading()
     cluster.strict.slow["PATCH"].set()
     assert "leads no longer" in await bind
     assert cluster.bound("a") == ""

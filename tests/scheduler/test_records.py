@@ -6,28 +6,28 @@ import pytest
 
 from vgpu_agent.pods import Pod
 from vgpu_agent.scheduler import records
-from vgpu_agent.scheduler.records import Asked, PodRecords
+from vgpu_agent.scheduler.records import FilterCalls, PodRecords
 
 
 def test_questions_about_a_pod_are_counted() -> None:
     """With the last answer."""
     kept = PodRecords(iter([1.0, 2.0, 3.0]).__next__)
     pod = Pod("u", "ml", "train", scheduler="vgpu-scheduler")
-    kept.asked(pod, 500, "")
-    kept.asked(pod, 420, "n0")
-    assert kept.last_asked("u") == Asked(2, 3.0, 420, "n0")
+    kept.filtered(pod, 500, "")
+    kept.filtered(pod, 420, "n0")
+    assert kept.filter_calls("u") == FilterCalls(2, 3.0, 420, "n0")
     assert (kept.started_at, list(kept.schedulers)) == (1.0, ["vgpu-scheduler"])
     kept.forget("u")
-    assert kept.last_asked("u") is None
+    assert kept.filter_calls("u") is None
 
 
 def test_anybody_can_ask_about_pods_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory stays bounded."""
-    monkeypatch.setattr(records, "_MAX_ASKED", 3)
+    monkeypatch.setattr(records, "_MAX_CALLED_PODS", 3)
     kept = PodRecords(lambda: 1.0)
     for number in range(100):
-        kept.asked(Pod(f"u{number}", "ml", "x", scheduler=f"s{number}"), 1, "")
-    assert [number for number in range(100) if kept.last_asked(f"u{number}")] == [97, 98, 99]
+        kept.filtered(Pod(f"u{number}", "ml", "x", scheduler=f"s{number}"), 1, "")
+    assert [number for number in range(100) if kept.filter_calls(f"u{number}")] == [97, 98, 99]
     assert len(kept.schedulers) == records._MAX_SCHEDULERS
 
 

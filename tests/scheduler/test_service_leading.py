@@ -155,7 +155,7 @@ async def test_a_label_that_cannot_be_written_costs_no_lead_and_is_tried_again(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A webhook on pods may be slow or refuse."""
-    monkeypatch.setattr("vgpu_agent.scheduler.service._LEASE_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("vgpu_agent.scheduler.service._LEASE_READ_SECONDS", 0.1)
     server.faults.append(Fault(FaultKind.STATUS, verb="patch", resource="pods", times=3, code=403))
     async with serving(server, elected("one")) as (one, _):
         await eventually(lambda: one.leads)
@@ -167,7 +167,7 @@ async def test_beside_a_kube_scheduler_the_label_follows_its_lease(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vgpu-manager §1.3: ``--watch-lease``. Verbs are answered in any case."""
-    monkeypatch.setattr("vgpu_agent.scheduler.service._LEASE_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("vgpu_agent.scheduler.service._LEASE_READ_SECONDS", 0.1)
     lease = Lease("kube-system", "vgpu-scheduler", "one", is_schedulers=True)
     options = Options(port=0, lease=lease, pod_namespace="gpu", pod_name="one")
     holders = ("one_0a", "other_0b", "", "one_0c", "oneself_0d")
@@ -349,7 +349,7 @@ async def test_a_renewed_certificate_is_served_and_a_broken_one_is_not(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a restart, within ``--cert-refresh-interval``."""
-    monkeypatch.setattr("vgpu_agent.scheduler.service._TAKE_BACK_SECONDS", 0.05)
+    monkeypatch.setattr("vgpu_agent.scheduler.service._PROMISE_CHECK_SECONDS", 0.05)
     old = await asyncio.to_thread(_certificate, tmp_path, "old")
     options = Options(
         port=0,

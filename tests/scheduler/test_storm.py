@@ -218,7 +218,7 @@ class Storm:
         before = next(each for each in self.replicas if each.leads)
         after = next(each for each in self.replicas if each is not before)
         before.leads = False
-        before.extender.end_lead()
+        before.extender.stop_leading()
         # requests of the last one are over before the next one answers
         await asyncio.gather(*self.binds)
         after.leads = True
@@ -273,8 +273,8 @@ class Storm:
         await asyncio.sleep(self.chance.choice((0.0, 0.01, 0.1, 0.4)))
         for each in self.replicas:
             each.follow()
-            each.extender.take_back()
-            await each.extender.clear_up()
+            each.extender.expire_promises()
+            await each.extender.check_unconfirmed_binds()
         self.check()
 
     def check(self) -> None:
@@ -310,8 +310,8 @@ async def test_no_card_is_given_twice_in_any_storm(seed: int) -> None:
         await asyncio.sleep(1.0)
         for each in storm.replicas:
             each.follow()
-            each.extender.take_back()
-            await each.extender.clear_up()
+            each.extender.expire_promises()
+            await each.extender.check_unconfirmed_binds()
     for each in storm.replicas:
         each.follow()
         assert each.extender._promises == {}

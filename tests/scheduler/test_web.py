@@ -21,7 +21,7 @@ from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerSchedu
 from vgpu_agent.scheduler import web as endpoints
 from vgpu_agent.scheduler.capacity import Capacity
 from vgpu_agent.scheduler.explain import Explanation, Waiting
-from vgpu_agent.scheduler.web import People, read_waiting
+from vgpu_agent.scheduler.web import OperatorEndpoints, read_waiting
 from vgpu_agent.status import WatchStatus
 
 PATH = "/api/v1/namespaces/default/pods/train"
@@ -57,7 +57,7 @@ class Site:
 async def serving(cluster: Cluster) -> AsyncIterator[Site]:
     """A server with nothing but these endpoints."""
     site = Site(cluster)
-    people = People(
+    people = OperatorEndpoints(
         extender=cluster.extender,
         book=cluster.book,
         family=VgpuManagerScheduling(KEYS),

@@ -1,7 +1,7 @@
-"""A scheduler's view of a family whose pods share cards by amounts.
+"""The interface between the scheduler extender and a family whose pods share cards by amounts.
 
-A family that schedulers place over Nodes has a `SchedulingFamily`; the extender knows families by
-nothing else.
+A family whose pods the extender places has a `SchedulingFamily`. The extender knows nothing else of
+families.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SchedulingOptions(msgspec.Struct, frozen=True):
     """The operator's decisions about the pods of a family.
 
     Attributes:
-        domain: of its keys, where it may have another one.
-        types_cut_numbers: words for product names match as the replaced extender's do: ``A10``
-            means ``A100``, too.
-        cores_only: for a container that asks for compute, and not for memory.
-        memory_only: for one that asks for memory, and not for compute; not `PROPORTIONAL`, because
-            an agent gives no container a limit that it has not asked for.
+        domain: of the family's keys, if the family lets operators choose it; empty otherwise.
+        types_cut_numbers: words for product names match as in the replaced extender: ``A10`` also
+            matches ``A100``.
+        cores_only: the treatment of a container that asks for compute, and not for memory.
+        memory_only: that of a container that asks for memory, and not for compute; never
+            `PROPORTIONAL`, because an agent gives no container a limit that it has not asked for.
     """
 
     domain: str = ""
@@ -49,7 +49,7 @@ class SchedulingOptions(msgspec.Struct, frozen=True):
 DEFAULTS = SchedulingOptions()
 
 
-# Where the name of a pod's gang may be, for schedulers of any family (vgpu-manager §4.5).
+# The labels and annotations that may name a pod's gang, for any family (vgpu-manager §4.5).
 GANG_LABELS = ("scheduling.x-k8s.io/pod-group", "pod-group.scheduling.sigs.k8s.io/name")
 GANG_ANNOTATIONS = (
     "scheduling.k8s.io/group-name",
@@ -58,21 +58,22 @@ GANG_ANNOTATIONS = (
 )
 
 
-class Words(msgspec.Struct, frozen=True):
-    """The names of resources and annotations that people must know to change a pod or a Node.
+class KeyNames(msgspec.Struct, frozen=True):
+    """The names of the resources and annotations that explanations mention, so that operators can
+    change a pod or a Node.
 
     Attributes:
         number: the resource for the number of cards.
-        cores: that for percent of each card's compute.
-        memory: that for each card's memory.
-        topology_mode: the annotation of a pod for how its cards belong together.
-        memory_policy: that for physical or virtual memory.
-        include_types: that for the product names that the pod wants.
-        exclude_types: that for those that it does not want.
-        include_uuids: that for the UUIDs that it wants.
-        exclude_uuids: that for those that it does not want.
+        cores: the resource for percent of each card's compute.
+        memory: the resource for memory of each card.
+        topology_mode: the annotation of a pod for the links that its cards must have.
+        memory_policy: the one for physical or virtual memory.
+        include_types: the one for the product names that the pod wants.
+        exclude_types: the one for the product names that it does not want.
+        include_uuids: the one for the UUIDs that it wants.
+        exclude_uuids: the one for the UUIDs that it does not want.
         node_register: the annotation of a Node that lists its cards.
-        node_config: that with its settings.
+        node_config: the annotation of a Node with its settings.
     """
 
     number: str
@@ -89,11 +90,13 @@ class Words(msgspec.Struct, frozen=True):
 
 
 class SchedulingFamily(Protocol):
-    """The texts of one family on Nodes and pods."""
+    """Reads and writes the annotations and labels of one family on Nodes and pods."""
 
     @property
     def slots(self) -> str:
-        """The resource that a Node must have for any of its pods."""
+        """The resource by which Nodes offer slots: each container takes one for each of its
+        cards.
+        """
         ...
 
     @property
@@ -107,16 +110,16 @@ class SchedulingFamily(Protocol):
         ...
 
     @property
-    def words(self) -> Words:
-        """The names for people."""
+    def key_names(self) -> KeyNames:
+        """The names of resources and annotations in explanations."""
         ...
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
-        """Read a Node's annotations; ``slots`` is what it has of `slots` (allocatable)."""
+        """Read a Node's annotations; ``slots`` is the Node's allocatable number of `slots`."""
         ...
 
     def read_demand(self, pod: Pod) -> PodDemand | None:
-        """Return what a pod asks for, None if it asks for nothing of this family.
+        """Return the demand of a pod; None if it asks for nothing of this family.
 
         Raises:
             RequestRefusedError: no Node can ever serve it.
@@ -130,10 +133,11 @@ class SchedulingFamily(Protocol):
         ...
 
     def read_holding(self, pod: Pod) -> Holding | None:
-        """Return what a pod holds by its annotations, None if that is nothing.
+        """Return the cards that a pod holds by its annotations; None if there are none.
 
         Raises:
-            AgentError: they are nonsense; the message is the end of a sentence that names the pod.
+            AgentError: the annotations are malformed; the message is the end of a sentence that
+                names the pod.
         """
         ...
 
@@ -145,7 +149,7 @@ class SchedulingFamily(Protocol):
 
         Args:
             wanted: its demand.
-            holding: what it is to hold.
+            holding: the cards that it is to hold.
             numbers: UUID → number of the card on its Node.
             now_ns: the time, in unix nanoseconds.
         """

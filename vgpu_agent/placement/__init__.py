@@ -1,3 +1,3 @@
-"""Choosing devices for a request: pure functions on plain data,
-called by `families` and `allocation`.
+"""Choosing devices for a request: pure functions on plain data, called by `families`, `allocation`
+and `scheduler`.
 """

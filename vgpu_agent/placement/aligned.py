@@ -1,11 +1,12 @@
 """Choose whole GPUs with NVLinks and PCI switches between them,
 such that the remaining GPUs are close to each other, too.
 
-Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. Scores and aim are
-those of NVIDIA's plugin (nvidia §6.1): all available GPUs are divided into groups of the wanted
-size, and the best division decides. NVIDIA's plugin tries every division, which takes minutes on 16
-GPUs. Here the search is exact up to `EXACT_GPUS` and approximate above, always within milliseconds.
-Ties go to the GPUs that come first, so the same question always gets the same answer.
+Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. The scores and the goal
+are those of NVIDIA's plugin (nvidia §6.1): all available GPUs are divided into groups of the wanted
+size, and the group is taken from the division with the highest score. NVIDIA's plugin tries every
+division, which takes minutes on 16 GPUs. Here the search is exact up to `EXACT_GPUS` and
+approximate above, always within milliseconds. Ties go to the GPUs that come first, so equal
+requests get equal answers.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _score(links: Mapping[tuple[str, str], Link], one: str, other: str) -> int:
 
 
 class _Search:
-    """One question: the scores of all pairs, and how large a group is."""
+    """One search: the scores of all pairs, and the size of a group."""
 
     def __init__(self, scores: Sequence[Sequence[int]], size: int) -> None:
         self._scores = scores
@@ -105,7 +106,7 @@ class _Search:
             yield tuple(sorted((*required, *more)))
 
     def _grown_groups(self, required: _Group) -> Iterable[_Group]:
-        """A group around what is required, or around each GPU."""
+        """Groups that are grown from the required GPUs, or from each single GPU."""
         everything = tuple(range(len(self._scores)))
         seeds = [required] if required else [(place,) for place in everything]
         return sorted({self._grown(seed, everything) for seed in seeds})
@@ -142,7 +143,9 @@ class _Search:
         )
 
     def _roughly(self, places: _Group) -> int:
-        """Return the score of a division that always takes the closest."""
+        """Return the score of a division that is built greedily, each group from its closest
+        GPUs.
+        """
         worth = 0
         while places:
             group = self._grown(places[:1], places)

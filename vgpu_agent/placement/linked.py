@@ -1,7 +1,7 @@
-"""Choose devices that are linked well to each other.
+"""Choose devices with good links to each other.
 
-Families that place pods by the links between GPUs (vgpu-manager §5.6) say how good the link of a
-pair is; this module finds the devices that are connected and, among them, the best set. Pure
+Families that place pods by the links between GPUs (vgpu-manager §5.6) supply the score of each
+pair's link; this module finds the devices that are connected and, among them, the best set. Pure
 functions with bounded work: beyond `MAX_SETS` sets the search takes one device after the other.
 """
 

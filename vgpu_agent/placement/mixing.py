@@ -19,7 +19,7 @@ OWN, FREE, OTHERS = range(3)
 
 
 class Neighbours(msgspec.Struct, frozen=True):
-    """The GPUs of the node by their use, for one family; empty when it is the only one on the node.
+    """The GPUs of the node by their use, for one family; empty if the family is alone on the node.
 
     Attributes:
         shared: GPUs that another family is offered as well.

@@ -3,7 +3,7 @@ one entry each.
 
 Families whose ids name devices choose the entry that fits a resource and call it for
 GetPreferredAllocation. No policy fails because of a device that the request does not name
-(nvidia D4), and each gives the same answer to the same question (nvidia D5). On a node that several
+(nvidia D4), and each gives equal answers to equal requests (nvidia D5). On a node that several
 families share, the ranks of `mixing` come first.
 """
 
@@ -61,8 +61,8 @@ def choose(policy: str, request: IdRequest) -> list[str]:
     """The ids that ``policy`` (a name in `POLICIES`) takes.
 
     Raises:
-        CapacityError: there are not enough, or a required id is unknown; the caller answers with a
-            simple pick.
+        CapacityError: there are not enough, or a required id is unknown. The caller then chooses
+            without a policy.
     """
     if unknown := [id_ for id_ in request.required if id_ not in request.device_of]:
         raise CapacityError(f"not available: {', '.join(unknown)}")
@@ -120,7 +120,7 @@ def _spread(request: IdRequest) -> list[str]:
     the rule of iktos's fork of NVIDIA's plugin, for resources configured as there (iktos §I.4).
 
     It differs from `sharing`'s DISTRIBUTED in two points: of the GPUs that no other family has, one
-    that the container has nothing of yet comes first, because that is what a container with several
+    of which the container has no id yet comes first, because that is what a container with several
     replicas has asked for; and of several GPUs it takes the one with the most free replicas, not
     the one with the fewest held. Another family's GPU comes last of all. Two details differ from
     the fork: replicas are counted 0, 1, 2, … 10 instead of in the order of their text (iktos D14),

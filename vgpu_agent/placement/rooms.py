@@ -2,9 +2,9 @@
 
 A *room* is the part of a device that is still free for new containers (`DeviceRoom`); the ledger
 computes it. Families whose pods ask for amounts of memory and compute (`volcano-vgpu`, …) call this
-module under the plain kube-scheduler, which only counts. The choice follows the rules of Volcano's
-scheduler (volcano-vgpu §8), so a pod gets the devices that it would have got from that scheduler.
-Pure functions.
+module under the plain kube-scheduler, which only counts ids. The choice follows the rules of
+Volcano's scheduler (volcano-vgpu §8), so a pod gets the devices that it would have got from that
+scheduler. Pure functions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choose the replicas of shared GPUs for a container: spread over the GPUs, or packed onto few.
 
 Called through the `nvidia` family for GetPreferredAllocation. The rules are NVIDIA's greedy ones
-(nvidia §6.2), with two differences: ties are broken by id, so the same question always gets the
-same answer, and the search is a heap, so that 100,000 ids are answered within a second (kubelet
+(nvidia §6.2), with two differences: ties are broken by id, so equal requests get equal
+answers, and the search uses a heap, so that 100,000 ids are answered within a second (kubelet
 V9).
 """
 

@@ -2,7 +2,7 @@
 the topology mode (vgpu-manager §5.5, §5.6).
 
 Called where a node places a container itself, and where a scheduler chooses cards of a Node. Pure
-functions; a card is known by the key that the caller gives it.
+functions. A card is identified by a key that the caller chooses.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MODES = (NUMA, NUMA_STRICT, LINK, LINK_STRICT)
 # node, any; the best first (vgpu-manager §5.6).
 NVLINK = 7
 _TIERS = (NVLINK, 4, 2, 1)
-# What the cards of a tier have instead of NVLinks, for their pod's owner.
-_INSTEAD = {
+# What the cards of a tier have instead of NVLinks: `Chosen.fallback`, a message to the pod's owner.
+_FALLBACKS = {
     NVLINK: "",
     4: "no NVLinks, but a PCIe switch",
     2: "no NVLinks, but one NUMA node",
@@ -47,7 +47,7 @@ class Candidate(msgspec.Struct, frozen=True):
         numa: its NUMA node; None where it is not known.
         rank: lowest where the family has the card already, highest where another family has it or
             waits for it (`placement.mixing.Neighbours.rank`).
-        score: how much the device policy favours it; the same for all without one.
+        score: the device policy prefers high scores; equal for all cards without a policy.
     """
 
     key: str
@@ -70,16 +70,17 @@ class Links(msgspec.Struct, frozen=True):
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The cards, and where the topology mode was not followed, the links that they have instead."""
+    """The chosen cards. ``fallback`` says what they have instead of the links or the NUMA node that
+    the topology mode asks for; empty where the mode was followed.
+    """
 
     cards: list[Candidate]
-    instead: str = ""
+    fallback: str = ""
 
 
-def favour(policy: str, free_parts: Sequence[float]) -> float:
-    """Return the score of a card for a device policy; ``free_parts`` are the parts of its slots
-    (places for containers, ``--device-split-count``), memory and compute that are free, from 0 to
-    1.
+def policy_score(policy: str, free_parts: Sequence[float]) -> float:
+    """Return the score of a card for a device policy. ``free_parts`` are the free parts, from 0 to
+    1, of its slots (places for containers, ``--device-split-count``), memory and compute.
     """
     sign = {BINPACK: -1.0, SPREAD: 1.0}.get(policy, 0.0)
     return sign * 100 * sum(free_parts) / len(free_parts)
@@ -112,8 +113,8 @@ def by_topology(
         found = _linked(candidates, count, links, strict=mode == LINK_STRICT)
     if found is None and mode in {NUMA_STRICT, LINK_STRICT}:
         return None
-    instead = {NUMA: "not on one NUMA node", LINK: "no links are known"}
-    return found or Chosen(candidates[:count], instead.get(mode, ""))
+    fallback = {NUMA: "not on one NUMA node", LINK: "no links are known"}
+    return found or Chosen(candidates[:count], fallback.get(mode, ""))
 
 
 def _on_one_numa_node(candidates: list[Candidate], count: int, policy: str) -> Chosen | None:
@@ -171,7 +172,7 @@ def _linked(
                         quality(best_set(group, count, score), score),
                     ),
                 )
-            return Chosen(_members([cards[key] for key in group], count, score), _INSTEAD[tier])
+            return Chosen(_members([cards[key] for key in group], count, score), _FALLBACKS[tier])
         if tier == _TIERS[-1] and any(len(group) > 1 for group in groups):
             spanned = sorted(
                 groups,

@@ -1,7 +1,9 @@
-"""Find the fellows of a pod, and place it near them (vgpu-manager §5.7).
+"""Find the peers of a pod, and place it near them (vgpu-manager §5.7). Peers are the other pods of
+its group: of its gang, or of its controller.
 
-A pod asks for that by the annotation ``cross-pod-topology`` beside a topology mode of links. Its
-fellows are known from the watch of pods and from promises, so nothing is asked of the API server.
+A pod asks for that by the annotation ``cross-pod-topology`` and a topology mode ``link`` or
+``link-strict``. Its peers are known from the watch of pods and from promises, so this makes no
+request to the API server.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _RESULTS = {ANYWHERE: "not_aligned", ELSEWHERE: "same_domain", TOGETHER: "same_n
 
 
 class Alignment:
-    """Places pods beside their fellows; see the module. No state of its own."""
+    """Places pods beside their peers; see the module. No state of its own."""
 
     def __init__(self, book: Book, known: KnownPods, slots: str, metrics: Metrics) -> None:
         """Build it.
@@ -42,42 +44,45 @@ class Alignment:
         Args:
             book: the cards of all Nodes.
             known: what is known of pods.
-            slots: the resource that pods with cards ask for.
-            metrics: results are counted there.
+            slots: the resource that a pod must ask for to get cards.
+            metrics: counts the results.
         """
         self._book, self._known, self._slots = book, known, slots
         self._metrics = metrics
 
     def choose(self, pod: Pod, demand: Demand, names: Iterable[str]) -> Choice:
         """Return the best of the named Nodes for a pod that holds nothing."""
-        fellows = self._fellows(pod, demand)
-        if not fellows:
+        peers = self._peers(pod, demand)
+        if not peers:
             return self._book.choose(demand, names)
-        waiting = sum(self._is_waiting(uid) for uid in fellows)
-        choice, nearness = choose_aligned(self._book, demand, list(names), fellows, waiting)
-        # Fellows that do not wait may have no cards either: those that ask for none.
-        if choice.node and any(self._book.holding(uid) is not None for uid in fellows):
+        waiting = sum(self._is_waiting(uid) for uid in peers)
+        choice, nearness = choose_aligned(self._book, demand, list(names), peers, waiting)
+        # Peers that do not wait may have no cards either: those that ask for none.
+        if choice.node and any(self._book.holding(uid) is not None for uid in peers):
             self._metrics.count_aligned(_RESULTS[nearness])
         return choice
 
     def survey(self, pod: Pod, demand: Demand, named: Iterable[Reason]) -> Survey:
-        """Ask all Nodes with cards, whichever a scheduler has named; see `Book.survey`."""
-        return survey_aligned(self._book, demand, self._fellows(pod, demand), named)
+        """Compare a pod with all Nodes that have cards, not only with those that a scheduler has
+        named; see `Book.survey`.
+        """
+        return survey_aligned(self._book, demand, self._peers(pod, demand), named)
 
     def too_far(self, pod: Pod, demand: Demand, names: Iterable[str]) -> set[str]:
-        """Return those of the named Nodes, on which a pod fits by the book and holds nothing, that
-        it must not go to, because it would be away from its fellows there.
+        """Return those of the named Nodes that a pod must not go to, because it would be too far
+        from its peers there. Each of them has room for the pod by the book, and the pod holds
+        nothing.
         """
-        return too_far(self._book, demand, names, self._fellows(pod, demand))
+        return too_far(self._book, demand, names, self._peers(pod, demand))
 
     def anchor(self, pod: Pod, demand: Demand) -> Anchor:
-        """Return where the fellows of a pod are; an empty anchor where that does not matter."""
-        return anchor_of(self._book, self._fellows(pod, demand))
+        """Return where the peers of a pod are; an empty anchor where that does not matter."""
+        return anchor_of(self._book, self._peers(pod, demand))
 
-    def _fellows(self, pod: Pod, demand: Demand) -> Sequence[str]:
+    def _peers(self, pod: Pod, demand: Demand) -> Sequence[str]:
         if not demand.aligned or pod.scheduling is None:
             return ()
-        return self._known.fellows(pod.uid, pod.scheduling.group)
+        return self._known.peers(pod.uid, pod.scheduling.group)
 
     def _is_waiting(self, uid: str) -> bool:
         """Tell whether a pod asks for cards and has none yet."""

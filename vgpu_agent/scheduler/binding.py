@@ -1,13 +1,13 @@
-"""The requests that bind a pod and write down its cards.
+"""The requests that bind a pod and record its cards in its annotations.
 
-The cards come with the Binding, as annotations: in a request of their own that arrives late they
-would replace the claims of a pod that is bound elsewhere. Since Kubernetes 1.35 (feature gate
-``PodTopologyLabelsAdmission``) a Binding can carry labels, too. Then one request does all, and no
-plugin sees a bound pod without its labels. Older API servers drop the labels without a word. So a
-patch writes them before, all but one, and the watch shows whether this one has come with the
-Binding. If so, further pods are bound by the Binding alone. A pod that lacks its labels all the
-same, because another API server has answered, gets them late, and patches are made again from then
-on.
+The Binding carries the annotations. A separate request for them could arrive late, and would then
+replace the claims of a pod that is bound to another Node. Since Kubernetes 1.35 (feature gate
+``PodTopologyLabelsAdmission``) a Binding can carry labels, too. Then one request is enough, and no
+plugin sees a bound pod without its labels. Older API servers ignore the labels without an error. So
+a patch before the first Binding writes all labels but one, the *probe*. The watch then shows
+whether the Binding has written the probe. If so, further pods are bound by the Binding alone. A pod
+may lack its labels nevertheless, because another API server has answered. It gets them late, and
+from then on the patch is sent again before each Binding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LATE_TRIES = 5
 class Bindings:
     """Binds pods; see the module.
 
-    State: whether the API server takes labels from Bindings, None while that is unknown. Pods that
-    get their labels late.
+    State: whether the API server takes labels from Bindings, None while that is unknown. The tasks
+    that write late labels.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Bindings:
 
         Args:
             api: the API server.
-            look_up: reads a pod anew.
-            journal: what is found out is recorded there.
+            look_up: reads a pod from the API server.
+            journal: records how the API server treats labels.
         """
         self._api, self._look_up, self._journal = api, look_up, journal
         self._takes_labels: bool | None = None
@@ -57,7 +57,7 @@ class Bindings:
     async def bind(
         self, pod: Pod, node: str, state: DesiredPod, *, check: Callable[[], None]
     ) -> None:
-        """Bind a pod with its state.
+        """Bind a pod, and write its desired annotations and labels.
 
         Args:
             pod: the pod.
@@ -112,11 +112,11 @@ class Bindings:
         )
 
     def seen(self, pod: Pod, state: DesiredPod) -> None:
-        """Take over how a pod looks that was bound with this state."""
+        """Compare a bound pod, as the watch shows it, with the state that it was bound with."""
         labels = _texts(state.labels)
         missing = labels.keys() - pod.labels.keys()
         if any(pod.labels[key] != labels[key] for key in labels.keys() - missing):
-            return  # its Node has written there since
+            return  # the agent of its Node has changed a label since
         if missing:
             if self._takes_labels is not False:
                 self._journal.record("scheduler.labels_not_bound", pod=pod.full_name)
@@ -128,13 +128,13 @@ class Bindings:
             self._takes_labels = True
 
     async def _write_late(self, pod: Pod, labels: Mapping[str, str]) -> None:
-        """Write labels that a bound pod lacks, unless its Node has written them meanwhile."""
+        """Write labels that a bound pod lacks, unless the agent has written them meanwhile."""
         found: Pod | None = pod
         for _ in range(_LATE_TRIES):
             if found is None or labels.keys() <= found.labels.keys():
                 return
             try:
-                # the Node may have written the others meanwhile
+                # the agent of its Node may have written the others meanwhile
                 lacking = {key: text for key, text in labels.items() if key not in found.labels}
                 changed = {"labels": lacking, "resourceVersion": found.resource_version}
                 await self._patch(pod, changed)
@@ -165,7 +165,7 @@ def _texts(values: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _probe(labels: Mapping[str, str]) -> str:
-    """Return the label that only a Binding writes, until it is known what becomes of it: the one
-    that is needed least.
+    """Return the label that only the Binding writes while it is unknown whether the API server
+    takes it: the last one, because it is needed least.
     """
     return list(labels)[-1]

@@ -1,7 +1,8 @@
-"""The free room of a cluster by shape: the largest single request, and cards by type and state.
+"""The free capacity of a cluster: the largest single requests that fit, and the cards by type and
+state.
 
-Pure, and a generator like `explain.explain`. Equal cards that are equally in use are counted
-together, so that 40,000 cards take some milliseconds.
+A pure function, and a generator like `explain.explain`. Equal cards that are equally in use are
+counted together, so that 40,000 cards take some milliseconds.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Largest(msgspec.Struct):
     may not fit.
 
     Attributes:
-        memory_mib: of one card, without a limit of compute.
-        cores_percent: of one card, with the least memory.
-        whole_cards: cards of one Node of which no pod has anything, for a pod that asks for their
-            number only.
+        memory_mib: of one card, for a container without a limit of compute.
+        cores_percent: of one card, for a container that asks for one unit of memory.
+        whole_cards: cards of one Node of which no pod has a share, for a pod that asks for a
+            number of cards only.
     """
 
     memory_mib: int = 0
@@ -55,7 +56,7 @@ class Cards(msgspec.Struct):
     """Cards by state; each is counted once.
 
     Attributes:
-        untouched: no pod has anything of them.
+        untouched: no pod has a share of them.
         partly: they can serve another container.
         full: they have no slot, no memory or no compute left.
         unhealthy: they serve no new container.
@@ -70,12 +71,13 @@ class Cards(msgspec.Struct):
 
 
 class Amount(msgspec.Struct):
-    """An amount of all healthy cards together.
+    """An amount (of memory, compute or slots), summed over all healthy cards.
 
     Attributes:
         total: on all of them.
         free: on those that can serve another container.
-        unreachable: free on cards that cannot, since a slot, memory or compute is lacking there.
+        unreachable: free on cards that cannot serve another container, because they have no slot,
+            no memory or no compute left.
     """
 
     total: int = 0
@@ -150,7 +152,8 @@ class Capacity(msgspec.Struct, frozen=True):
         cards: all cards by state.
         types: the cards by type, the most frequent first.
         unfit: the Nodes that can take no pod, by reason.
-        doubts: sentences about why all this may be out of date; mostly empty.
+        doubts: reasons why this answer may be out of date or incomplete, in sentences; mostly
+            empty.
     """
 
     nodes: int
@@ -195,7 +198,7 @@ def capacity(views: Sequence[NodeView]) -> Generator[None, None, Capacity]:
 
 
 def _by_hardware(views: Sequence[NodeView]) -> list[list[State]]:
-    """Return the states of all Nodes, those of Nodes with equal cards together."""
+    """Return the states of all Nodes, grouped by equal cards."""
     found: dict[int, list[State]] = {}
     for view in views:
         if view.state is not None:
@@ -207,7 +210,7 @@ class _Types:
     """The cards by type, while they are counted.
 
     Attributes:
-        whole_cards: the most cards of one Node, of any type, of which no pod has anything.
+        whole_cards: the most cards of one Node, of any type, of which no pod has a share.
     """
 
     def __init__(self) -> None:
@@ -242,7 +245,7 @@ class _Types:
                 yield
 
     def _add(self, card: Card, taken: Amounts, count: int, memory_factor: int) -> None:
-        """Count cards of which the same is taken."""
+        """Count equal cards of which equal amounts are taken."""
         found = self._of(card.model)
         if card.blocked is not None:
             if card.blocked is Reason.DeviceMIGEnabled:
@@ -281,8 +284,8 @@ class _Types:
             largest.cores_percent = max(largest.cores_percent, min(free[2], 100))
 
     def _add_whole(self, taken: Sequence[Amounts], whole: Mapping[str, Sequence[int]]) -> None:
-        """Note how many cards of a Node nobody uses, by type and in all; ``whole`` are those that
-        could serve a pod that asks for whole cards.
+        """Record how many cards of a Node no pod uses, by type and in total. ``whole`` has the
+        numbers of the cards that could serve a pod that asks for whole cards.
         """
         of_all = 0
         for model, numbers in whole.items():
@@ -326,8 +329,8 @@ def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _whole(hardware: Hardware) -> Mapping[str, Sequence[int]]:
-    """Return by type the cards that could serve a pod that asks for whole cards, so for 100 % of
-    each.
+    """Return by type the numbers of the cards that can be granted as a whole, with 100 % of their
+    compute.
     """
     found: dict[str, list[int]] = {}
     for number, card in enumerate(hardware.cards):

@@ -1,8 +1,9 @@
 """The verb filter-dryrun: all Nodes on which a pod would fit, and in detail why it does not fit on
 the others (vgpu-manager §5.1, §5.2).
 
-Made for the Cluster Autoscaler, which also asks about Nodes that it would create: they come as
-objects, and are described by nothing else. Nothing is promised and nothing is written.
+For the Cluster Autoscaler, which also asks about Nodes that it would create. Those are in the
+request as objects, and the API server does not have them. No cards are kept, and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class FilterDryRun:
             family: reads Nodes and pods.
             read_pod: decodes a pod; it raises `ClusterError`.
             read_node: decodes a Node; it raises `ClusterError`.
-            alignment: finds the fellows of a pod.
+            alignment: finds the peers of a pod.
         """
         self._alignment = alignment
         self._book, self._family = book, family
         self._read_pod, self._read_node = read_pod, read_node
 
     def answer(self, body: bytes) -> bytes:
-        """Answer a question; every failure is a sentence in the answer."""
+        """Answer a request; every failure is a sentence in the answer."""
         try:
             result = self._answer(filter_arguments(body))
         except AgentError as err:
@@ -89,7 +90,7 @@ class FilterDryRun:
         self, pod: Pod, demand: Demand, candidates: Mapping[str, msgspec.Raw | None]
     ) -> Mapping[str, Refusal | None]:
         found = dict(self._book.refusals(demand, candidates, without=pod.uid))
-        own = self._book.node_of(pod.uid)  # it is near enough where it has cards
+        own = self._book.node_of(pod.uid)  # where the pod has cards already, it is not too far
         fitting = [name for name, refusal in found.items() if refusal is None and name != own]
         for name in self._alignment.too_far(pod, demand, fitting):
             found[name] = Refusal(Reason.LinkTopologyUnsatisfied)

@@ -1,8 +1,9 @@
 """The explanation of one pod, compared with all Nodes, in sentences and one table: why it does not
 start, or where it is.
 
-Pure: everything that is known comes in as `Facts`. `explain` is a generator that yields after each
-small piece of work, because the extender answers kube-scheduler on the same thread.
+Pure functions: everything that is known is an argument, `Facts`. `explain` is a generator that
+yields after each small piece of work, because the extender answers kube-scheduler on the same
+thread.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from vgpu_agent.scheduler import shortage
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from vgpu_agent.families.scheduling import SchedulingFamily, Words
+    from vgpu_agent.families.scheduling import KeyNames, SchedulingFamily
     from vgpu_agent.placement.nodes.book import Holding, NodeView
     from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand, PodDemand
     from vgpu_agent.placement.nodes.reasons import Reason
     from vgpu_agent.placement.nodes.survey import Group
     from vgpu_agent.pods import Pod
     from vgpu_agent.scheduler.extender import Kept
-    from vgpu_agent.scheduler.records import Asked
+    from vgpu_agent.scheduler.records import FilterCalls
     from vgpu_agent.scheduler.shortage import Share
 
 FITS = "Fits"
@@ -50,11 +51,11 @@ class Situation(enum.StrEnum):
     KEPT = "kept"  # cards are kept for it, and it is not bound yet
     FITS = "fits"  # it would fit now
     NO_ROOM = "no-room"  # it fits once other pods have ended
-    NEVER_FITS = "never-fits"  # it would not fit if all other pods ended
+    NEVER_FITS = "never-fits"  # it would not fit even if all other pods ended
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """The pod's own words about its waiting.
+    """The facts in the pod object about why it waits.
 
     Attributes:
         gates: names of its scheduling gates.
@@ -72,17 +73,18 @@ class Facts(msgspec.Struct, frozen=True):
 
     Attributes:
         pod: as the API server has it.
-        waiting: more of that.
-        family: reads it.
+        waiting: more from the same object.
+        family: reads the pod.
         views: all Nodes.
-        holding: what the extender counts for the pod; None if that is nothing.
-        kept: set if the pod is not bound, and its cards are kept for it.
-        asked: kube-scheduler's questions about it; None if there was none.
-        started_at: unix seconds since which questions are remembered.
-        schedulers: ``schedulerName`` of all pods about which was asked.
+        holding: the cards that the pod holds, or that are kept for it; None if there are none.
+        kept: set if the pod is not bound, and cards are kept for it.
+        filter_calls: kube-scheduler's filter calls about it; None if there was none.
+        started_at: unix seconds since which filter calls are remembered.
+        schedulers: ``schedulerName`` of all pods in filter calls.
         name_of: the name of a pod by its UID.
         now: unix seconds.
-        doubts: sentences about why all this may be out of date; empty where nothing speaks for it.
+        doubts: reasons why these facts may be out of date or incomplete, in sentences; mostly
+            empty.
     """
 
     pod: Pod
@@ -91,7 +93,7 @@ class Facts(msgspec.Struct, frozen=True):
     views: Sequence[NodeView]
     holding: Holding | None
     kept: Kept | None
-    asked: Asked | None
+    filter_calls: FilterCalls | None
     started_at: float
     schedulers: tuple[str, ...]
     name_of: Callable[[str], str]
@@ -111,7 +113,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
         names: of the Nodes, the first few.
         largest_free_mib: the most memory that is free on one card that the pod may use.
         largest_free_cores_percent: the same for compute, maybe on another card.
-        untouched_cards: the most cards of one Node of which no pod has anything.
+        untouched_cards: the most cards of one Node of which no pod has a share.
     """
 
     code: str
@@ -135,8 +137,8 @@ class Explanation(msgspec.Struct, frozen=True):
         request: what each container asks for.
         missing: sentences, one for each reason for which Nodes cannot take the pod.
         changes: sentences about changes of the pod with which it would fit now.
-        fitting_pods: how many equal pods fit now, one after the other; those that hold cards or
-            have cards kept for them are not among them. Null if it was not computed.
+        fitting_pods: how many equal pods fit now, one after the other. A pod that holds cards, or
+            has cards kept for it, is not counted. Null if it was not computed.
         fitting_pods_is_exact: false if counting took too long; then at least that many fit.
         nodes: the number of Nodes.
         fitting_nodes: the number of Nodes on which one more such pod fits.
@@ -175,8 +177,9 @@ def explain(
 
     Args:
         facts: what is known.
-        every_node: the table has a row for each Node, and not for Nodes alike.
-        is_over: tells when to stop counting and trying; the reasons are always complete.
+        every_node: the table has a row for each Node, not one for each group of equal Nodes.
+        is_over: tells when the time is over, so that counting pods and trying changes stop. The
+            reasons are always complete.
     """
     pod = facts.pod
     if pod.ended:
@@ -201,7 +204,7 @@ def explain(
 def _about(
     facts: Facts, wanted: PodDemand, *, every_node: bool, is_over: Callable[[], bool]
 ) -> Generator[None, None, Explanation]:
-    demand, words = wanted.demand, facts.family.words
+    demand, keys = wanted.demand, facts.family.key_names
     groups = yield from survey.grouped(demand, facts.views)
     fitting = sum(len(group.views) for group in groups if group.fits)
     copies = yield from survey.copies(groups, demand, is_over)
@@ -210,12 +213,12 @@ def _about(
     missing: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     if not is_placed:
-        missing = yield from shortage.sentences(demand, groups, words, facts.name_of)
+        missing = yield from shortage.sentences(demand, groups, keys, facts.name_of)
     if not is_placed and not fitting:
         empty = yield from survey.grouped(demand, survey.emptied(facts.views))
         if_empty = sum(len(group.views) for group in empty if group.fits)
         tried = yield from survey.changes(demand, facts.views, is_over)
-        changes = shortage.options(tried, demand, words)
+        changes = shortage.options(tried, demand, keys)
     if facts.pod.node:
         situation = Situation.BOUND
     elif facts.kept is not None:
@@ -228,7 +231,7 @@ def _about(
         *facts.doubts,
         *_where(facts, wanted),
         *_room(facts, situation, fitting, if_empty, copies),
-        *(_near(demand, words) if situation is Situation.FITS else ()),
+        *(_near(demand, keys) if situation is Situation.FITS else ()),
         *(() if facts.pod.node else _scheduling(facts)),
     )
     rows = yield from _rows(demand, groups, every_node=every_node)
@@ -237,7 +240,7 @@ def _about(
         facts.pod.full_name,
         situation.value,
         answer,
-        tuple(_request(wanted, facts.views, words)),
+        tuple(_request(wanted, facts.views, keys)),
         missing,
         changes,
         copies.count,
@@ -250,21 +253,21 @@ def _about(
 
 
 def _without_demand(facts: Facts, situation: Situation, why: tuple[str, ...]) -> Explanation:
-    """Explain a pod whose cards do not matter or cannot be told."""
+    """Explain a pod that asks for no cards of this family, or whose request is invalid."""
     found = Situation.BOUND if facts.pod.node and facts.holding is not None else situation
     where = tuple(_where(facts, None)) if facts.pod.node else ()
     return Explanation(facts.pod.full_name, found.value, (*facts.doubts, *why, *where))
 
 
 def _no_request(facts: Facts) -> Iterator[str]:
-    words = facts.family.words
+    keys = facts.family.key_names
     named = sorted({name for each in facts.pod.containers for name in each.limits})
     yield (
-        f"No container of pod {facts.pod.full_name} asks for {words.number}, so the extender has "
+        f"No container of pod {facts.pod.full_name} asks for {keys.number}, so the extender has "
         f"no part in its placement; its limits name {', '.join(named) or 'no extended resource'}."
     )
-    if {words.cores, words.memory} & set(named):
-        yield f"A container that asks for memory or compute must also ask for {words.number}."
+    if {keys.cores, keys.memory} & set(named):
+        yield f"A container that asks for memory or compute must also ask for {keys.number}."
     if not facts.pod.node:
         yield from _scheduling(facts)
 
@@ -274,7 +277,7 @@ def _no_request(facts: Facts) -> Iterator[str]:
 
 def _where(facts: Facts, wanted: PodDemand | None) -> Iterator[str]:
     """Say where the pod is and what it holds."""
-    pod, words = facts.pod, facts.family.words
+    pod, keys = facts.pod, facts.family.key_names
     if pod.node:
         yield (
             f"Pod {pod.full_name} is bound to Node {pod.node}; its phase is {pod.phase}"
@@ -300,17 +303,17 @@ def _where(facts: Facts, wanted: PodDemand | None) -> Iterator[str]:
             if kept.binding
             else f"The cards are kept for it until {_time(facts.now + kept.seconds)} "
             f"({kept.seconds:.0f} s from now). If it is not bound by then, other pods may have "
-            "them, and it is placed anew when kube-scheduler asks again."
+            "them, and it is placed again when kube-scheduler asks again."
         )
     else:
         deleted = " It is being deleted." if pod.deleting else ""
         yield f"Pod {pod.full_name} is not bound, and no cards are kept for it.{deleted}"
     if wanted is None and facts.holding is None:
-        yield f"It holds nothing of {words.number}."
+        yield f"It holds nothing of {keys.number}."
 
 
 def _holds_nothing(facts: Facts) -> str:
-    """Say why a bound pod that asks for cards counts for nothing."""
+    """Say why no cards are counted for a bound pod that asks for some."""
     pod = facts.pod
     try:
         found = facts.family.read_holding(pod)
@@ -385,35 +388,35 @@ def _room(
     else:
         yield (
             "It would fit on none of them even without other pods, so waiting does not help: "
-            "change the pod, mend Nodes, or add Nodes."
+            "change the pod, repair Nodes, or add Nodes."
         )
 
 
-def _near(demand: Demand, words: Words) -> Iterator[str]:
-    """Say what is not counted of a pod that must be near the others of its group."""
+def _near(demand: Demand, keys: KeyNames) -> Iterator[str]:
+    """Say that the figures leave out a condition: the pod must be near its peers."""
     if demand.aligned and demand.topology_mode == LINK_STRICT:
         yield (
             "Once another pod of its group has cards, it goes only to cards near those "
-            f"({words.topology_mode}: {LINK_STRICT}, with cross-pod topology); that is not counted "
+            f"({keys.topology_mode}: {LINK_STRICT}, with cross-pod topology); that is not counted "
             "here."
         )
 
 
 def _scheduling(facts: Facts) -> Iterator[str]:
-    """Say how far kube-scheduler is with a pod that is not bound."""
-    pod, asked, waiting = facts.pod, facts.asked, facts.waiting
+    """Say what kube-scheduler has done so far with a pod that is not bound."""
+    pod, calls, waiting = facts.pod, facts.filter_calls, facts.waiting
     scheduler = pod.scheduler or "default-scheduler"
     if waiting.gates:
         yield (
             f"It has scheduling gates ({', '.join(waiting.gates)}), so kube-scheduler does not "
             "look at it until they are removed from spec.schedulingGates."
         )
-    if asked is not None:
-        answer = f"the answer was {asked.node}" if asked.node else "it fitted on none of these"
+    if calls is not None:
+        answer = f"the answer was {calls.node}" if calls.node else "it fitted on none of these"
         yield (
-            f"kube-scheduler ({scheduler}) has asked about it {_times(asked.times)}, last at "
-            f"{_time(asked.at)} ({max(facts.now - asked.at, 0):.0f} s ago) with "
-            f"{shortage.counted(asked.nodes, 'Node')}; {answer}."
+            f"kube-scheduler ({scheduler}) has asked about it {_times(calls.times)}, last at "
+            f"{_time(calls.at)} ({max(facts.now - calls.at, 0):.0f} s ago) with "
+            f"{shortage.counted(calls.nodes, 'Node')}; {answer}."
         )
     else:
         yield (
@@ -424,7 +427,7 @@ def _scheduling(facts: Facts) -> Iterator[str]:
             yield (
                 f"The extender was asked about pods of {', '.join(facts.schedulers)}, and of no "
                 f"other scheduler. If {scheduler} does not use the extender, set spec.schedulerName"
-                " to one that does; a pod that exists must be made anew."
+                " to one that does; a pod that exists must be created again."
             )
         elif not waiting.gates:
             yield (
@@ -437,8 +440,8 @@ def _scheduling(facts: Facts) -> Iterator[str]:
             f"{quoted(waiting.message, _LONGEST_MESSAGE)}"
         )
     yield (
-        "Taints, cordons, selectors, CPU and memory of Nodes are kube-scheduler's; they are not "
-        "counted here."
+        "kube-scheduler also checks taints, cordons, selectors, CPU and memory of Nodes; they are "
+        "not counted here."
     )
 
 
@@ -447,17 +450,17 @@ def _scheduling(facts: Facts) -> Iterator[str]:
 _KINDS = {ContainerKind.INIT: "an init container", ContainerKind.SIDECAR: "a sidecar"}
 
 
-def _request(wanted: PodDemand, views: Sequence[NodeView], words: Words) -> Iterator[str]:
+def _request(wanted: PodDemand, views: Sequence[NodeView], keys: KeyNames) -> Iterator[str]:
     """Say what each container asks for, and how its cards are to be chosen."""
     factors = {view.state.hardware.memory_factor for view in views if view.state is not None}
     factor = factors.pop() if len(factors) == 1 else 0
     for name, container in zip(wanted.names, wanted.demand.containers, strict=True):
         kind = "" if container.kind is ContainerKind.MAIN else f" ({container.kind.value})"
-        yield f"container {name}{kind}: {_amounts(container, factor, words)}"
-    yield from (f"{name}: {text}" for name, text in _conditions(wanted.demand, words).items())
+        yield f"container {name}{kind}: {_amounts(container, factor, keys)}"
+    yield from (f"{name}: {text}" for name, text in _conditions(wanted.demand, keys).items())
 
 
-def _amounts(container: ContainerDemand, factor: int, words: Words) -> str:
+def _amounts(container: ContainerDemand, factor: int, keys: KeyNames) -> str:
     each = "1 card with" if container.number == 1 else f"{container.number} cards, each with"
     if container.memory_units is None:
         part = container.memory_percent
@@ -465,7 +468,7 @@ def _amounts(container: ContainerDemand, factor: int, words: Words) -> str:
     elif factor:
         memory = f"{container.memory_units * factor} MiB"
     else:
-        memory = f"{container.memory_units} units of {words.memory}, which Nodes count differently,"
+        memory = f"{container.memory_units} units of {keys.memory}, which Nodes count differently,"
     alone = ", with no other pod on it" * container.alone
     return f"{each} {memory} and {_percent(container.cores_percent)}{alone}"
 
@@ -474,14 +477,14 @@ def _percent(cores_percent: int) -> str:
     return f"{cores_percent} % of the compute" if cores_percent else "no limit of compute"
 
 
-def _conditions(demand: Demand, words: Words) -> Mapping[str, str]:
+def _conditions(demand: Demand, keys: KeyNames) -> Mapping[str, str]:
     found = {
-        words.topology_mode: "" if demand.topology_mode == NONE else demand.topology_mode,
-        words.memory_policy: demand.memory_policy,
-        words.include_types: ",".join(demand.include_types),
-        words.exclude_types: ",".join(demand.exclude_types),
-        words.include_uuids: ",".join(demand.include_uuids),
-        words.exclude_uuids: ",".join(demand.exclude_uuids),
+        keys.topology_mode: "" if demand.topology_mode == NONE else demand.topology_mode,
+        keys.memory_policy: demand.memory_policy,
+        keys.include_types: ",".join(demand.include_types),
+        keys.exclude_types: ",".join(demand.exclude_types),
+        keys.include_uuids: ",".join(demand.include_uuids),
+        keys.exclude_uuids: ",".join(demand.exclude_uuids),
     }
     return {name: shortened(text, _LONGEST_MESSAGE) for name, text in found.items() if text}
 
@@ -490,7 +493,7 @@ def _conditions(demand: Demand, words: Words) -> Mapping[str, str]:
 
 
 class _Collected:
-    """Nodes with the same reason for the Node and its cards."""
+    """Nodes with one answer to the pod, and with the same reasons of their cards."""
 
     __slots__ = ("cards", "cores", "memory", "names", "nodes", "untouched")
 
@@ -500,7 +503,7 @@ class _Collected:
         self.cards: collections.Counter[str] = collections.Counter()
 
     def add(self, group: Group, left: Sequence[Share], views: Sequence[NodeView]) -> None:
-        """Count some Nodes of a group; ``left`` is what each of them has left."""
+        """Count Nodes of a group; ``left`` has the free shares of each of them."""
         self.nodes += len(views)
         self.names += [each.name for each in views[: max(MAX_NAMES - len(self.names), 0)]]
         for reason, cards in group.cards.items():
@@ -514,7 +517,9 @@ class _Collected:
 def _rows(
     demand: Demand, groups: Sequence[Group], *, every_node: bool
 ) -> Generator[None, None, list[Row]]:
-    """Return the rows: those that fit, then the reasons of most Nodes; or every Node by name."""
+    """Return the rows: first Nodes that fit, then reasons, the most frequent first. With
+    ``every_node``, return one row for each Node, by name.
+    """
     found: dict[tuple[str, str, str, frozenset[Reason], str], _Collected] = collections.defaultdict(
         _Collected
     )

@@ -1,9 +1,10 @@
-"""The verbs of the extender: filter names the Node of a pod and keeps its cards, bind binds the
-pod and writes them down with its Node (vgpu-manager §5.2, §5.8).
+"""The extender's verbs filter and bind (vgpu-manager §5.2, §5.8). Filter chooses the Node and the
+cards of a pod, and keeps the cards for it: a *promise*. Bind binds the pod, and writes its Node and
+cards into its annotations.
 
-Between the two the promise is in memory only. If the process dies there, nothing is lost: bind is
-refused, and kube-scheduler filters the pod again. From bind on the pod's annotations have it. A
-promise that is not bound in time is taken back.
+Until the bind, a promise is in memory only. If the process ends before, nothing is lost: the next
+process refuses the bind, and kube-scheduler filters the pod again. A promise ends when the pod is
+not bound in time.
 """
 
 from __future__ import annotations
@@ -50,26 +51,28 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.messages import BindingArguments, FilterArguments
     from vgpu_agent.scheduler.pod_events import PodEvents
 
-# Codes of the API server that mean that it has not done what was asked of it.
+# Status codes of the API server for requests that it has not carried out.
 _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
 _AGAIN = "kube-scheduler will filter it again"
 _TEXTS = {reason: reason.value for reason in Reason}
-# kube-scheduler tries each pod again after five minutes, whatever it was told.
+# kube-scheduler tries each pod again after five minutes, whatever the answer was.
 _TRIES_SECONDS, _MAX_TRIES, _MAX_REFUSED = 300.0, 10, 10_000
 # kube-scheduler names all Nodes that it finds if these are fewer (minFeasibleNodesToFind).
 _LEAST_SAMPLE = 100
 
 
 def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
-    """Read the cards of a Node by its annotations and what it has of the family's slots."""
+    """Read the cards of a Node from its annotations and from the allocatable number of the family's
+    resource `SchedulingFamily.slots`.
+    """
     slots = whole_number(node.allocatable.get(family.slots, "0")) or 0
     return family.read_cards(node.annotations, slots)
 
 
 @functools.lru_cache(maxsize=256)
 def _shared(names: frozenset[str]) -> frozenset[str]:
-    """Return the one object for equal names: Nodes of one kind have equal ones."""
+    """Return one object for equal sets of names, to save memory: many Nodes have equal ones."""
     return names
 
 
@@ -81,17 +84,17 @@ def _joined(reasons: Iterable[Reason]) -> str:
 
 
 class _Promise(msgspec.Struct):
-    """The cards that were promised to a pod that is not bound yet.
+    """The cards that are kept for a pod that is not bound yet.
 
     Attributes:
         pod: as it was when it was filtered.
         holding: its cards.
         wanted: its demand.
-        until: when it is taken back (the loop's time).
-        binding: it is being bound, or the API server has not said whether it is; then only the
-            watch of pods or a question ends the promise.
-        under_way: a request about it has no answer yet.
-        state: what was written when it was bound.
+        until: when the promise ends (the loop's time).
+        binding: the pod is being bound, or the result of a bind is unknown. Then only the watch of
+            pods, or an answer of the API server about the pod, ends the promise.
+        under_way: a request about the pod has no answer yet.
+        state: the annotations and labels that the bind writes.
     """
 
     pod: Pod
@@ -104,9 +107,10 @@ class _Promise(msgspec.Struct):
 
 
 def _is_as_promised(found: Pod | None, promise: _Promise) -> bool:
-    """Tell whether a pod, as the API server has it, runs with what was promised to it. Its promise
-    stays then, so that the API server is asked again. The book must not have the cards by the
-    answer alone: if the watch never shows the pod, it never shows its end.
+    """Tell whether a pod, as the API server has it, is bound to the Node of its promise.
+
+    Then the promise stays until the watch shows the pod. The answer alone must not turn it into a
+    holding: if the watch never shows the pod, it never shows the pod's end either.
     """
     return found is not None and not found.ended and found.node == promise.holding.node
 
@@ -120,13 +124,13 @@ def _lost(promise: _Promise) -> RequestRefusedError:
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """Cards that are kept for a pod that is not bound yet, for people.
+    """Cards that are kept for a pod that is not bound yet, for ``/explain``.
 
     Attributes:
         holding: the cards.
         seconds: how long they are kept from now on, if the pod is not bound meanwhile.
-        binding: the pod is being bound, or the API server has not said whether it is; then they are
-            kept until the watch of pods shows that.
+        binding: the pod is being bound, or the result of a bind is unknown; then they are kept
+            until the watch shows the pod, or the API server answers that it is not bound.
     """
 
     holding: Holding
@@ -135,12 +139,12 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Extender:
-    """The verbs; see the module.
+    """The verbs filter and bind; see the module.
 
-    State: the promises, by the pods' UIDs. The book has them, too. And the latest refusals.
+    State: the promises, by the pods' UIDs, which the book has, too; and the latest refusals.
 
     Attributes:
-        records: names of pods and the last questions about them, for people.
+        records: names of pods and the last filter calls about them, for ``/explain``.
         alignment: places pods of one group near each other.
     """
 
@@ -166,12 +170,12 @@ class Extender:
             family: reads Nodes and pods.
             read_pod: decodes a pod; it raises `ClusterError`.
             api: the API server.
-            journal: what is done is recorded there.
+            journal: records what is done.
             grace_seconds: how long cards are kept for a pod that is not bound.
             clock: unix seconds.
-            metrics: what is done is counted there.
-            events: pods are told there; None tells them nothing.
-            known: receives what is seen of pods beside their cards.
+            metrics: counts what is done.
+            events: writes events about pods; None writes none.
+            known: receives the facts about pods beside their cards.
             leads: tells whether this extender may bind pods now.
         """
         self._leads = leads
@@ -188,13 +192,13 @@ class Extender:
         self.records = PodRecords(clock)
         # UID of a pod that was refused though there may be room → since when, how often, and why
         self._refused: dict[str, tuple[float, int, frozenset[Reason]]] = {}
-        # by UID, so that a pod with nonsense is told once and not at each of its changes
+        # by UID, so that malformed claims of a pod are logged once and not at each of its changes
         self._unreadable = ChangeFilter()
 
-    # -- what the watches show ---------------------------------------------------------------------
+    # -- updates from the watches ------------------------------------------------------------------
 
     def see_node(self, node: Node) -> None:
-        """Take over a Node that is new or has changed."""
+        """Record a Node that is new or has changed."""
         self._book.put_node(node.name, cards_of(self._family, node))
         self._resources[node.name] = _shared(frozenset(node.allocatable))
 
@@ -204,14 +208,16 @@ class Extender:
         self._resources.pop(name, None)
 
     def resources(self, name: str) -> frozenset[str]:
-        """Return the extended resources that a Node has to give."""
+        """Return the resources in a Node's ``allocatable``."""
         return self._resources.get(name, frozenset())
 
     def see_pod(self, pod: Pod) -> None:
-        """Take over a pod that is new or has changed. What is promised to it stays until it is
-        bound: the watch may be behind. A bound pod keeps what it held when its claims are changed,
-        spoiled or removed, which any user may do who may edit it: its containers run on. Only
-        claims of further containers count, which an agent writes one after the other.
+        """Record a pod that is new or has changed.
+
+        A promise stays until the pod is bound, because the watch may be behind. Any user who may
+        edit a bound pod can change, corrupt or remove its claims, and its containers run on. So the
+        pod keeps the cards that it held. Only claims of further containers count, which an agent
+        adds one after the other.
         """
         self._known.see(pod)
         if not pod.node and not pod.ended:
@@ -232,7 +238,7 @@ class Extender:
             self._bindings.seen(pod, promise.state)
         held = self._book.holding(pod.uid)
         if held is not None and held.node == pod.node and not pod.ended:
-            # what was only promised says nothing about a pod that another scheduler has bound
+            # a promise without a bind says nothing about a pod that another scheduler has bound
             is_its_own = promise is None or promise.binding
             if holding is None or (is_its_own and len(holding.cards) <= len(held.cards)):
                 holding = held
@@ -251,26 +257,26 @@ class Extender:
         self._book.release(uid)
         self.records.forget(uid)
 
-    def take_back(self) -> None:
-        """Take back the promises whose time is over; call it now and then."""
+    def expire_promises(self) -> None:
+        """End the promises whose time is over; call this regularly."""
         now = asyncio.get_running_loop().time()
         for uid, promise in tuple(self._promises.items()):
             if promise.until <= now and not promise.binding:
                 self._end_promise(uid)
                 self._journal.record("scheduler.promise_ended", uid=uid, node=promise.holding.node)
 
-    def end_lead(self) -> None:
-        """Take back the promises of pods that are not being bound: another extender leads, which
-        does not know them and gives the cards to other pods.
+    def stop_leading(self) -> None:
+        """End the promises of pods that are not being bound. The new leader does not know them, and
+        may give the cards to other pods.
         """
         for uid, promise in tuple(self._promises.items()):
             if not promise.binding:
                 self._end_promise(uid)
 
-    async def clear_up(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Ask the API server about pods whose bind is over for a while and that the watch has not
-        shown bound; call it now and then. Such a pod may have been deleted while the watch was
-        broken off, and nothing else would end its promise.
+    async def check_unconfirmed_binds(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Ask the API server about pods whose bind has ended, and which the watch has not shown as
+        bound since; call this regularly. Such a pod may have been deleted while the watch was
+        interrupted, and nothing else would end its promise.
 
         Args:
             beat: called before each request.
@@ -284,7 +290,7 @@ class Extender:
             try:
                 found = await self._look_up(promise.pod)
             except ClusterError:
-                continue  # the next try is in a while
+                continue  # the next call tries again
             finally:
                 promise.under_way = False
             if self._promises.get(uid) is not promise:
@@ -297,7 +303,7 @@ class Extender:
         """Return the pod as the API server has it, None if it is gone.
 
         Raises:
-            ClusterError: the API server does not say.
+            ClusterError: the API server does not answer, or refuses.
         """
         try:
             found = self._read_pod(await self._api.get(pod_path(pod.namespace, pod.name)))
@@ -308,11 +314,11 @@ class Extender:
         return found if found.uid == pod.uid else None
 
     def show(self) -> None:
-        """Bring the metrics of what there is up to date."""
+        """Update the gauges of promises and Nodes."""
         self._metrics.promises.set(len(self._promises))
         self._metrics.show_nodes(self._book.node_states())
 
-    # -- for people --------------------------------------------------------------------------------
+    # -- for /explain ------------------------------------------------------------------------------
 
     def kept(self, uid: str) -> Kept | None:
         """Return the cards that are kept for a pod that is not bound; None if there are none."""
@@ -331,7 +337,9 @@ class Extender:
     # -- filter ------------------------------------------------------------------------------------
 
     def filter(self, body: bytes) -> bytes:
-        """Answer a filter; every failure is a sentence in the answer, as kube-scheduler expects."""
+        """Answer a filter call. Every failure is a sentence in the answer, as kube-scheduler
+        expects.
+        """
         with self._metrics.timed(FILTER):
             try:
                 arguments = filter_arguments(body)
@@ -367,10 +375,10 @@ class Extender:
             raise RequestRefusedError("No schedulable nodes")
         held = self._book.holding(pod.uid)
         if held is not None and pod.uid not in self._promises:
-            # kube-scheduler is behind; placed anew, the pod would free the cards that it has
+            # kube-scheduler is behind; to place the pod again would free the cards that it has
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {held.node} already")
         choice = self._kept(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
-        self.records.asked(pod, len(candidates), choice.node)
+        self.records.filtered(pod, len(candidates), choice.node)
         failed = self._failed(pod, wanted, candidates, choice)
         if arguments.node_names is not None:
             return FilterResult(None, [choice.node] if choice.node else [], failed)
@@ -380,21 +388,24 @@ class Extender:
     def _failed(
         self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object], choice: Choice
     ) -> dict[str, str]:
-        """Return why the pod goes to none of the candidates; nothing where it goes to one.
-        vgpu-manager names a reason for each of the others then (vgpu-manager §5.2). kube-scheduler
-        shows them to nobody, and with 500 Nodes they cost a tenth of the pods in a second.
+        """Return the reason of each candidate if the pod fits on none; empty if it fits on one.
+
+        vgpu-manager also names the reasons of the other candidates where the pod fits
+        (vgpu-manager §5.2). kube-scheduler shows those nowhere, and with 500 Nodes they cost a
+        tenth of the throughput.
         """
         if choice.node:
             return {}
-        # Where all Nodes are named, the reasons of each do not vary with a sample.
+        # With a sample of the Nodes, the reasons vary from call to call; with all Nodes they do
+        # not.
         if len(candidates) < len(self._book):
             text = self._refusal(pod, wanted.demand, choice, len(candidates))
             return dict.fromkeys(candidates, text)
         return {name: _TEXTS[reason] for name, reason in choice.reasons.items()}
 
     def _kept(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice | None:
-        """Return what the pod was promised on one of the candidates, None if that is nothing or
-        its cards have changed meanwhile. The time of the promise begins anew.
+        """Return the promise to the pod as a choice, and restart its time. None if there is no
+        promise on one of the candidates, or its cards or the pod's demand have changed meanwhile.
 
         Raises:
             RequestRefusedError: the pod may be bound to another Node already.
@@ -414,16 +425,16 @@ class Extender:
         return None
 
     def _choose(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice:
-        """Choose a Node and keep its cards for the pod, in the place of those on another one."""
+        """Choose a Node and cards, and keep them for the pod; an earlier promise ends."""
         self._end_promise(pod.uid)
         with searches_seen_by(self._metrics.count_search):
             choice = self.alignment.choose(pod, wanted.demand, candidates)
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
-            self._metrics.count_placed(wanted.demand, choice.instead)
-            if choice.instead and self._events is not None:
+            self._metrics.count_placed(wanted.demand, choice.fallback)
+            if choice.fallback and self._events is not None:
                 mode = wanted.demand.topology_mode
-                self._events.fell_back(pod, choice.node, mode, choice.instead)
+                self._events.fell_back(pod, choice.node, mode, choice.fallback)
             self._promise(pod, choice.holding, wanted)
             self._known.promise(pod)
             self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
@@ -438,12 +449,14 @@ class Extender:
     def _refusal(self, pod: Pod, demand: Demand, choice: Choice, candidates: int) -> str:
         """Return why a pod fits on none of the candidates: the same text for each of them.
 
-        kube-scheduler names some Nodes, others each time, and writes how many have which reason
-        into the pod's status. If that changes, it tries the pod again. So reasons are those of all
-        Nodes. Only where one that was not named may have room, the text changes on purpose, until
-        all Nodes should have been named, but a few times at most: the others may have been left out
-        by a selector or a taint. Where so few are named that they are no sample, they were, and the
-        reasons are those of the named Nodes.
+        In a large cluster kube-scheduler names a sample of the Nodes, a different one each time,
+        and writes the number of Nodes with each reason into the pod's status. When that status
+        changes, it tries the pod again. So the text has the reasons of all Nodes, which do not
+        change with the sample. If a Node outside the sample may have room, the text gets a counter,
+        so that kube-scheduler tries again. That is repeated until all Nodes should have been in a
+        sample, but only a few times: a selector or a taint may exclude the others. With fewer
+        candidates than any sample has, the others are excluded for sure, and the text has the
+        reasons of the candidates.
         """
         survey, uid = self.alignment.survey(pod, demand, choice.reasons.values()), pod.uid
         if not survey.may_fit:
@@ -456,8 +469,8 @@ class Extender:
         since, tries, reasons = self._refused.pop(uid, (now, 0, frozenset()))
         if now - since >= _TRIES_SECONDS:
             since, tries, reasons = now, 0, frozenset()
-        # A demand that names cards is told those of the sample. The ones before stay, so that the
-        # text is the same in the end.
+        # For a demand that names cards only the reasons of the sample are known. Those of earlier
+        # samples are added, so that the text stops changing in the end.
         reasons = (reasons if demand.names_cards else frozenset()) | set(survey.reasons)
         tries = min(tries + 1, len(self._book) // candidates + 1, _MAX_TRIES)
         self._refused[uid] = since, tries, reasons
@@ -492,7 +505,7 @@ class Extender:
     async def _bind(self, arguments: BindingArguments) -> None:
         promise = self._promises.get(arguments.pod_uid)
         if promise is None:
-            await self._bind_stranger(arguments)
+            await self._bind_without_cards(arguments)
             return
         self._check(arguments, promise)
         numbers = self._book.numbers(arguments.node)
@@ -520,7 +533,7 @@ class Extender:
             self._events.bound(promise.pod, promise.holding, numbers)
 
     def _check(self, arguments: BindingArguments, promise: _Promise) -> None:
-        """Raise `RequestRefusedError` if the pod cannot be bound with what was promised to it."""
+        """Raise `RequestRefusedError` if the pod cannot be bound with the cards of its promise."""
         name, node = f"{arguments.pod_namespace}/{arguments.pod_name}", promise.holding.node
         if promise.pod.full_name != name:
             raise RequestRefusedError(
@@ -551,8 +564,8 @@ class Extender:
             raise _lost(promise)
 
     async def _is_bound(self, promise: _Promise, err: AgentError, *, may_be_bound: bool) -> bool:
-        """Tell whether a pod is bound as promised although a bind has failed: an earlier one may
-        have reached the API server without an answer. End the promise if the pod surely is not.
+        """Tell whether a pod is bound as promised although a bind has failed: an earlier bind may
+        have succeeded without an answer. End the promise if the pod is certainly not bound.
         """
         if isinstance(err, ClusterError) and err.status not in _REFUSED:
             return False  # it may be bound, and its cards stay until the watch shows it
@@ -570,8 +583,8 @@ class Extender:
             self._end_promise(uid)
         return found is not None and found.node == promise.holding.node
 
-    async def _bind_stranger(self, arguments: BindingArguments) -> None:
-        """Bind a pod that asks for nothing of ours; refuse another one, which has no cards."""
+    async def _bind_without_cards(self, arguments: BindingArguments) -> None:
+        """Bind a pod that asks for no cards. Refuse one that asks for cards and has no promise."""
         path = pod_path(arguments.pod_namespace, arguments.pod_name)
         pod = self._read_pod(await self._api.get(path))
         if pod.uid == arguments.pod_uid:

@@ -1,7 +1,7 @@
 """Facts about pods beside the cards that they hold: priority, groups, labels.
 
-Fed by the watch of pods, and by the pods of filters, which the watch may not have shown yet. Read
-by preemption, and to place pods of one group near each other.
+They come from the watch of pods, and from filter calls about pods that the watch has not shown yet.
+Used for preemption, and to place pods of one group near each other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class KnownPod(msgspec.Struct, frozen=True, gc=False):
     """One pod.
 
     Attributes:
-        node: to which the watch has shown it bound; empty before.
-        facts: what a scheduler has to know of it.
+        node: the Node that the watch has shown it bound to; empty before.
+        facts: facts that only schedulers use.
         is_watched: the watch has shown it, and will show its end.
     """
 
@@ -41,7 +41,7 @@ class KnownPods:
         self._groups: dict[str, dict[str, None]] = {}
 
     def see(self, pod: Pod) -> None:
-        """Take over a pod that is new or has changed."""
+        """Record a pod that is new or has changed."""
         facts = pod.scheduling
         if pod.ended or facts is None or not (pod.node or facts.group):
             self.forget(pod.uid)
@@ -54,7 +54,7 @@ class KnownPods:
             self._groups.setdefault(facts.group, {})[pod.uid] = None
 
     def promise(self, pod: Pod) -> None:
-        """Note a pod that has been promised cards; the watch may not have shown it yet."""
+        """Record a pod for which cards are kept; the watch may not have shown it yet."""
         if pod.scheduling is not None and pod.scheduling.group and pod.uid not in self._pods:
             self.see(pod)
             self._pods[pod.uid] = KnownPod(pod.node, pod.scheduling, is_watched=False)
@@ -74,9 +74,9 @@ class KnownPods:
             del self._groups[known.facts.group]
 
     def get(self, uid: str) -> KnownPod | None:
-        """Return what is known of a pod."""
+        """Return the facts about a pod; None if there are none."""
         return self._pods.get(uid)
 
-    def fellows(self, uid: str, group: str) -> Sequence[str]:
+    def peers(self, uid: str, group: str) -> Sequence[str]:
         """Return the UIDs of the other pods of a group, in the order in which they were seen."""
         return [other for other in self._groups.get(group, ()) if other != uid]

@@ -1,10 +1,11 @@
-"""The choice of the one extender that answers: the holder of a Lease (coordination.k8s.io/v1).
+"""Leader election among extenders: the holder of a Lease (coordination.k8s.io/v1) answers.
 
-A leader that cannot renew the Lease stops before another one may take it. A follower measures how
-long the Lease stays unchanged with its own clock, so clocks of machines are not compared. A leader
-that ends gives the Lease back, and the next one need not wait.
+A leader that cannot renew the Lease stops before another candidate may take it. A follower measures
+with its own clock how long the Lease stays unchanged, so the clocks of machines are not compared. A
+leader that ends releases the Lease, so that the next one need not wait.
 
-A new leader waits a moment before it answers, so that its watches show what the last one has bound.
+A new leader waits a moment before it answers, so that its watches show all pods that the previous
+one has bound.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
 
 
-# The time after which a Lease that nobody renews may be taken, and for how long a leader goes on
-# without having renewed it. With the pause below, another extender answers after 5 s at most.
+# The time after which a Lease that is not renewed may be taken, and the time for which a leader
+# goes on after its last renewal. With the pause below, another extender answers after 5 s at most.
 LEASE_SECONDS, RENEWED_SECONDS = 3.0, 2.0
 RETRY_SECONDS = 0.5
-# A watch shows a change within some milliseconds; it must not be taken for up to date while it is
+# A watch shows a change within some milliseconds. A new leader must not answer with a watch that is
 # behind.
 SETTLING_SECONDS = 1.0
 _NOT_FOUND, _CONFLICT = 404, 409
@@ -54,7 +55,7 @@ class _Lease(msgspec.Struct):
 
 
 def holder_of(body: bytes) -> str:
-    """Return the holder of a Lease in JSON, empty for nobody.
+    """Return the holder of a Lease in JSON; empty if it has none.
 
     Raises:
         ClusterError: it is no Lease.
@@ -72,11 +73,11 @@ def _decoded(body: bytes) -> _Lease:
 class Leadership:
     """One candidate for a Lease.
 
-    State: until when it leads, and since when the Lease of another one is unchanged; all of it in
+    State: until when it leads, and since when the Lease of another candidate is unchanged, both in
     the loop's time.
 
     Attributes:
-        holder: who holds the Lease, as it was last seen; empty for nobody.
+        holder: the holder of the Lease when it was last read; empty if there was none.
     """
 
     def __init__(
@@ -96,17 +97,17 @@ class Leadership:
             api: the API server.
             namespace: of the Lease.
             name: of the Lease.
-            identity: of this candidate; no other one may have it.
-            journal: what happens is recorded there.
-            changed: called with True when it begins to lead, and with False when it ends, or when
-                it is known at the start that another one leads.
+            identity: of this candidate; unique among the candidates.
+            journal: records each change of the leader, and failures.
+            changed: called with True when this candidate begins to lead. Called with False when it
+                no longer leads, and once after the start if another one leads.
             clock: unix seconds, for the Lease's fields.
         """
         self._api, self._journal, self._changed, self._clock = api, journal, changed, clock
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._name, self._namespace, self._identity = name, namespace, identity
         self._leads_until = self._answers_from = float("-inf")
-        self._told: bool | None = None
+        self._reported: bool | None = None
         self._seen, self._unchanged_since = "", 0.0
         self._trouble = ""
         self.holder = ""
@@ -131,11 +132,13 @@ class Leadership:
                 if text != self._trouble and getattr(err, "status", 0) != _CONFLICT:
                     self._journal.record("scheduler.lease_failed", level="warning", error=text)
                 self._trouble = text
-            self._tell()
+            self._report()
             await asyncio.sleep(RETRY_SECONDS)
 
     async def give_back(self) -> None:
-        """Give the Lease back, if it is held; failures are ignored, because it runs out anyway."""
+        """Release the Lease, if it is held. Failures are only recorded, because the Lease expires
+        anyway.
+        """
         if asyncio.get_running_loop().time() >= self._leads_until:
             return
         self._leads_until = float("-inf")
@@ -181,16 +184,16 @@ class Leadership:
         self._lead(began)
 
     def _lead(self, since: float) -> None:
-        """Note that the Lease is held as of ``since``, when the request for it began."""
+        """Record that the Lease is held from ``since`` on, when the request for it began."""
         if self._leads_until <= since:  # it did not lead
             self._answers_from = asyncio.get_running_loop().time() + SETTLING_SECONDS
         self._leads_until = since + RENEWED_SECONDS
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         leads = asyncio.get_running_loop().time() < self._leads_until
-        if leads == self._told:
+        if leads == self._reported:
             return
-        self._told = leads
+        self._reported = leads
         self._journal.record(
             "scheduler.leads" if leads else "scheduler.follows",
             identity=self._identity,

@@ -13,7 +13,7 @@ from vgpu_agent.pods import is_object_name
 
 MAX_NODES = 50_000
 """Ten times the Nodes of the largest cluster that Kubernetes supports; a call with many more would
-hold up all others.
+delay all others.
 """
 
 _LONGEST_ERROR = 500

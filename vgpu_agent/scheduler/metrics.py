@@ -87,7 +87,7 @@ class Metrics:
         )
         self._aligned = self._counter(
             "crosspod_alignment_total",
-            "Pods of a group that got cards, by where those of their fellows are.",
+            "Pods of a group that got cards, by where those of their peers are.",
             ("result",),
         )
         self._protected = self._counter(
@@ -170,13 +170,13 @@ class Metrics:
         for reason, number in reasons.items():
             self._rejects.labels(verb, reason.name).inc(number)
 
-    def count_placed(self, demand: Demand, instead: str = "") -> None:
-        """Count a pod that got cards. The words are those of a fixed list. ``instead`` is that of
-        the `Choice`.
+    def count_placed(self, demand: Demand, fallback: str = "") -> None:
+        """Count a pod that got cards; ``fallback`` is `Choice.fallback`. The label values are
+        bounded: unknown words of a pod count as none.
         """
         self._policies.labels(demand.node_policy, demand.device_policy, demand.topology_mode).inc()
         if demand.topology_mode != NONE:
-            result = "fallback" if instead else "satisfied"
+            result = "fallback" if fallback else "satisfied"
             self._topology.labels(demand.topology_mode, result).inc()
 
     def count_refused(self, demand: Demand, reasons: Iterable[Reason]) -> None:
@@ -190,7 +190,7 @@ class Metrics:
         self._candidates.labels(algorithm).observe(candidates)
 
     def count_aligned(self, result: str) -> None:
-        """Count a pod that got cards after its fellows."""
+        """Count a pod that got cards when peers of it had some already."""
         self._aligned.labels(result).inc()
 
     def count_protected(self, reason: str) -> None:

@@ -62,7 +62,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def capacity(found: Capacity) -> str:
-    """Return the free room of the cluster."""
+    """Return the free capacity of the cluster."""
     lines = [
         *found.doubts,
         f"{found.nodes} Nodes, {found.unfit_nodes} of them unfit; {found.pods} pods hold cards",

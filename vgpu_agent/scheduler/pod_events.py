@@ -1,12 +1,12 @@
 """The extender's events on pods, which `kubectl describe pod` shows, with vgpu-manager's reasons
 (vgpu-manager §5.2).
 
-A pod that fits nowhere is filtered again and again, and each time another part of the Nodes is
-shown. So a pod gets one event for each reason in a minute at most, except those of its bind.
+A pod that fits nowhere is filtered again and again, each time with another sample of the Nodes. So
+a pod gets at most one event a minute for each reason. Those of its bind are not counted.
 
 An event costs the API server as much as a Binding. So while many pods are bound at once, the events
-that tell so wait: they must not hold up the pods. That a Node was found is not told at all then,
-because the event of the bind names it, too.
+about bound pods wait in a queue: they must not delay the Bindings. The event that a Node was found
+is left out then, because the event about the bind names the Node, too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FALLBACK, POLICY_INVALID = "TopologyFallback", "PolicyInvalid"
 NOT_PREEMPTED, GANG_DISRUPTED = "PreemptionFailed", "GangDisruptedByPreemption"
 BOUND, NOT_BOUND = "BindingSucceed", "BindingFailed"
 REPEATED_SECONDS = 60.0
-# Of events that a pod was bound: so many at once, and then so many a second. Of more that wait, the
-# oldest are dropped.
+# The rate limit of events about bound pods: so many at once, and then so many a second. When more
+# than `_MAX_WAITING` wait, the oldest are dropped.
 BOUND_AT_ONCE, BOUND_A_SECOND = 20, 10
 _MAX_WAITING = 10_000
 _NAMES = 5  # of Nodes, for each reason, or of groups
@@ -42,8 +42,8 @@ _MAX_REMEMBERED = 10_000  # pods, each with one reason
 class PodEvents:
     """Raises the events.
 
-    State: when a pod was last told something; events that a pod was bound, which wait, and from
-    when on the next one may be raised.
+    State: the time of the last event of each pod and reason; the events about bound pods that
+    wait, and the time from which on the next one may be raised.
     """
 
     def __init__(self, events: Events) -> None:
@@ -51,30 +51,32 @@ class PodEvents:
         self._waiting: collections.deque[tuple[Pod, str]] = collections.deque(maxlen=_MAX_WAITING)
         self._next_at = float("-inf")
         self._timer: asyncio.TimerHandle | None = None
-        self._told: collections.OrderedDict[tuple[str, str], float] = collections.OrderedDict()
+        self._last_raised: collections.OrderedDict[tuple[str, str], float] = (
+            collections.OrderedDict()
+        )
 
     def fits_nowhere(self, pod: Pod, reasons: Mapping[str, Reason]) -> None:
-        """Tell why no Node takes a pod; ``reasons`` has them by Node."""
-        self._tell(pod, FAILED, lambda: summary(reasons))
+        """Say why a pod fits on no Node; ``reasons`` are by Node."""
+        self._raise_if_due(pod, FAILED, lambda: summary(reasons))
 
     def invalid(self, pod: Pod, text: str) -> None:
-        """Tell that a pod asks for what no Node can ever give."""
-        self._tell(pod, INVALID, lambda: text)
+        """Say that no Node can ever serve a pod's request."""
+        self._raise_if_due(pod, INVALID, lambda: text)
 
     def policy_invalid(self, pod: Pod, texts: Sequence[str]) -> None:
-        """Tell which words of a pod mean nothing."""
-        self._tell(pod, POLICY_INVALID, lambda: "; ".join(texts))
+        """Say which policies of a pod are unknown."""
+        self._raise_if_due(pod, POLICY_INVALID, lambda: "; ".join(texts))
 
     def matched(self, pod: Pod, node: str) -> None:
-        """Tell on which Node cards are kept for a pod, unless many pods are being bound."""
+        """Say on which Node cards are reserved for a pod, unless many pods are being bound."""
         now = asyncio.get_running_loop().time()
         if self._timer is None and self._next_at <= now and self._is_due(pod, MATCHED):
             self._events.raise_event(pod, MATCHED, f'Successfully matched node "{node}"', "Normal")
             self._spend(now)
 
     def not_preempted(self, pod: Pod, nodes: int) -> None:
-        """Tell that on none of the Nodes a preemption would make room for a pod."""
-        self._tell(
+        """Say that a preemption would make room for a pod on none of the Nodes."""
+        self._raise_if_due(
             pod,
             NOT_PREEMPTED,
             lambda: (
@@ -84,17 +86,17 @@ class PodEvents:
         )
 
     def gangs_disrupted(self, pod: Pod, gangs: Collection[str]) -> None:
-        """Tell which groups may lose pods to a pod that preempts; ``gangs`` are ``namespace/name``.
+        """Say which groups may lose pods to a pod that preempts; ``gangs`` are ``namespace/name``.
         Groups of other namespaces are only counted: names there are not for this pod's owner.
         """
-        self._tell(pod, GANG_DISRUPTED, lambda: _disruption(pod.namespace, gangs))
+        self._raise_if_due(pod, GANG_DISRUPTED, lambda: _disruption(pod.namespace, gangs))
 
-    def fell_back(self, pod: Pod, node: str, mode: str, instead: str) -> None:
-        """Tell that a pod's topology mode could not be followed."""
-        self._tell(pod, FALLBACK, lambda: f"{mode} is not possible on {node}: {instead}")
+    def fell_back(self, pod: Pod, node: str, mode: str, fallback: str) -> None:
+        """Say that a pod's topology mode could not be followed, and what its cards have instead."""
+        self._raise_if_due(pod, FALLBACK, lambda: f"{mode} is not possible on {node}: {fallback}")
 
     def bound(self, pod: Pod, holding: Holding, numbers: Mapping[str, int]) -> None:
-        """Tell which cards a pod has got; ``numbers`` has the numbers of the Node's cards."""
+        """Say which cards a pod has got; ``numbers`` maps UUIDs of cards to their numbers."""
         cards = "; ".join(
             f"GPU {numbers.get(card.uuid, '?')} ({card.uuid}): "
             f"{f'{card.cores_percent} %' if card.cores_percent else 'no limit'} of compute, "
@@ -107,11 +109,13 @@ class PodEvents:
             self._raise_waiting()
 
     def not_bound(self, pod: Pod, text: str) -> None:
-        """Tell why a pod was not bound."""
+        """Say why a pod was not bound."""
         self._events.raise_event(pod, NOT_BOUND, text)
 
     def _raise_waiting(self) -> None:
-        """Raise the event that has waited longest, if it is time; come back for the others."""
+        """Raise the event that has waited longest, if the rate limit allows it; set a timer for the
+        others.
+        """
         loop = asyncio.get_running_loop()
         self._timer, now = None, loop.time()
         if self._waiting and self._next_at <= now:
@@ -122,22 +126,22 @@ class PodEvents:
             self._timer = loop.call_at(self._next_at, self._raise_waiting)
 
     def _spend(self, now: float) -> None:
-        """Note that one of the events was raised of which so many are raised a second."""
+        """Count one event against the rate limit."""
         earliest = now - BOUND_AT_ONCE / BOUND_A_SECOND
         self._next_at = max(self._next_at, earliest) + 1 / BOUND_A_SECOND
 
-    def _tell(self, pod: Pod, reason: str, text: Callable[[], str]) -> None:
+    def _raise_if_due(self, pod: Pod, reason: str, text: Callable[[], str]) -> None:
         if self._is_due(pod, reason):
             self._events.raise_event(pod, reason, text())
 
     def _is_due(self, pod: Pod, reason: str) -> bool:
         now, key = asyncio.get_running_loop().time(), (pod.uid, reason)
-        if now - self._told.get(key, float("-inf")) < REPEATED_SECONDS:
+        if now - self._last_raised.get(key, float("-inf")) < REPEATED_SECONDS:
             return False
-        self._told[key] = now
-        self._told.move_to_end(key)
-        if len(self._told) > _MAX_REMEMBERED:
-            self._told.popitem(last=False)
+        self._last_raised[key] = now
+        self._last_raised.move_to_end(key)
+        if len(self._last_raised) > _MAX_REMEMBERED:
+            self._last_raised.popitem(last=False)
         return True
 
 

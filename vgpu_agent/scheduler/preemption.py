@@ -1,10 +1,11 @@
-"""The verb preempt: which pods have to go on each Node for one of higher priority (vgpu-manager
-§5.9).
+"""The verb preempt: the victims on each Node, which are the pods to be preempted for one of higher
+priority (vgpu-manager §5.9).
 
-kube-scheduler asks when a pod fits nowhere, with the victims that would free enough resources. This
-module adds those that hold the cards, spares those that need not go (`placement.nodes.victims`),
-and drops Nodes on which nothing helps. Everything is in memory. Nothing is written or reserved:
-kube-scheduler chooses a Node, deletes the victims, and filters the pod again.
+kube-scheduler calls it when a pod fits nowhere, with the victims that would free enough resources.
+This module adds victims that hold the cards, removes those that need not be preempted
+(`placement.nodes.victims`), and drops Nodes on which no preemption helps. All facts are in memory.
+Nothing is written or reserved: kube-scheduler chooses a Node, deletes the victims, and filters the
+pod again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import AgentError, RequestRefusedError, shortened_ids
-from vgpu_agent.placement.nodes.alignment import windows
+from vgpu_agent.placement.nodes.alignment import card_sets_near
 from vgpu_agent.placement.nodes.book import unwanted
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.nodes.victims import Room, Verdicts, Victim, by_importance, choose_victims
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.messages import PreemptionArguments, Proposal
     from vgpu_agent.scheduler.pod_events import PodEvents
 
-# Nodes after which others have their turn; each takes less than a millisecond.
+# After so many Nodes, other tasks of the event loop run; each Node takes less than a millisecond.
 _NODES_AT_ONCE = 16
 
-# Why a pod must stay, beside the reasons in `SchedulingFacts.protected`.
+# Why a pod must not be preempted, beside the reasons in `SchedulingFacts.protected`.
 _NOT_BOUND, _SAME_GANG, _NOT_LOWER = "not_bound", "same_gang", "not_lower_priority"
 
 
@@ -55,10 +56,10 @@ class _Preemptor(msgspec.Struct, frozen=True):
 
     Attributes:
         uid: of the pod.
-        facts: what a scheduler has to know of it.
+        facts: facts about it that only schedulers use.
         demand: what it asks for.
         verdicts: where it fits, as far as it was found out.
-        anchor: where its fellows are.
+        anchor: where its peers are.
         spared: UIDs of the protected pods that were counted for it: one is looked at once for each
             part of its Node where the pod may go.
         gangs: the gangs of its victims on all Nodes.
@@ -74,7 +75,7 @@ class _Preemptor(msgspec.Struct, frozen=True):
 
 
 class Preemption:
-    """The verb; see the module. No state of its own."""
+    """The verb preempt; see the module. No state of its own."""
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class Preemption:
             book: the cards of all Nodes.
             family: reads pods.
             read_pod: decodes a pod with `Pod.scheduling`; it raises `ClusterError`.
-            known: what is known of pods.
-            alignment: finds the fellows of a pod.
+            known: facts about pods.
+            alignment: finds the peers of a pod.
             budgets: all PodDisruptionBudgets.
             counted: Node → the extended resources that it has, which kube-scheduler may count.
             journal: what is answered is recorded there.
@@ -110,10 +111,10 @@ class Preemption:
         self._journal, self._metrics, self._events = journal, metrics or Metrics(), events
 
     async def answer(self, body: bytes) -> bytes:
-        """Answer a question.
+        """Answer a preemption call.
 
         Raises:
-            AgentError: it is none; one sentence says why.
+            AgentError: the body is no such call, or is about a bound pod; one sentence says why.
         """
         with self._metrics.timed(PREEMPT):
             try:
@@ -145,7 +146,7 @@ class Preemption:
         for number, (name, proposal) in enumerate(proposals.items(), start=1):
             victims = self._on_node(name, proposal, preemptor)
             if victims is not None and not victims.pods:
-                # A card has come free since the pod was filtered, so nobody has to go.
+                # A card has become free since the pod was filtered, so no preemption is needed.
                 self._journal.record("scheduler.preemption_needless", pod=pod.full_name, node=name)
                 return {}
             if victims is not None:
@@ -174,7 +175,7 @@ class Preemption:
             self._events.not_preempted(pod, asked)
 
     def _on_node(self, name: str, proposal: Proposal, preemptor: _Preemptor) -> MetaVictims | None:
-        """Return the victims on a Node; None where the pod would not fit without them either."""
+        """Return the victims on a Node; None where no preemption would make the pod fit."""
         view = self._book.cards_in_use(name)
         if view is None:
             return None
@@ -192,8 +193,10 @@ class Preemption:
     def _chosen(
         self, name: str, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor
     ) -> Sequence[Victim] | None:
-        """Return the victims near the pod's fellows, if it must go there or can."""
-        near = [cards for _, cards in windows(preemptor.anchor, name, view)]
+        """Return the victims on a Node. If the pod must be near its peers, only cards there are
+        tried; otherwise victims there are preferred.
+        """
+        near = [cards for _, cards in card_sets_near(preemptor.anchor, name, view)]
         if near and preemptor.demand.topology_mode == LINK_STRICT:
             tried = (self._on_cards(name, view, proposal, preemptor, cards=cards) for cards in near)
             return next((each for each in tried if each is not None), None)
@@ -211,8 +214,8 @@ class Preemption:
         cards: Collection[int] | None = None,
         near: Collection[int] = (),
     ) -> Sequence[Victim] | None:
-        """Return the victims for a pod that may go on ``cards``, by default on all; those first
-        that are on the cards ``near``.
+        """Return the victims for a pod that may use ``cards``, by default all of the Node. Victims
+        on the cards ``near`` are preferred.
         """
         every = range(len(view.hardware.cards))
         outside = set(every).difference(every if cards is None else cards)
@@ -241,7 +244,9 @@ class Preemption:
         )
 
     def _facts(self, uid: str, raw: msgspec.Raw | None) -> SchedulingFacts | None:
-        """Return what is known of a proposed victim; the pod itself says more than the watch."""
+        """Return the facts about a proposed victim: from the pod in the call, otherwise from the
+        watch.
+        """
         if raw is not None:
             return self._read_pod(raw).scheduling
         known = self._known.get(uid)
@@ -265,7 +270,7 @@ class Preemption:
     def _protection(
         self, uid: str, facts: SchedulingFacts | None, view: CardsInUse, preemptor: _Preemptor
     ) -> str:
-        """Return why a pod must stay; empty where it need not."""
+        """Return why a pod must not be preempted; empty where it may be."""
         known = self._known.get(uid)
         if uid in view.holdings and (known is None or not known.node):
             return _NOT_BOUND
@@ -280,7 +285,7 @@ class Preemption:
     def _others(
         self, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor, near: Collection[int]
     ) -> Sequence[Victim]:
-        """Return the pods of the Node that hold cards and may have to go, too."""
+        """Return the other pods of the Node that hold cards and may be preempted."""
         if preemptor.facts.priority is None:
             return ()
         found = []

@@ -1,5 +1,5 @@
-"""Records of single pods for people: names, and kube-scheduler's last question
-about each. No decision depends on it.
+"""Records of single pods for ``/explain``: names, and kube-scheduler's filter calls about each. No
+scheduling decision depends on them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
     from vgpu_agent.pods import Pod
 
-# The pods whose last question is remembered; a waiting pod is asked about again and again.
-_MAX_ASKED = 5000
+# The pods whose filter calls are remembered; a waiting pod is filtered again and again.
+_MAX_CALLED_PODS = 5000
 _MAX_SCHEDULERS = 16
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """kube-scheduler's questions about a pod.
+class FilterCalls(msgspec.Struct, frozen=True):
+    """kube-scheduler's filter calls about one pod.
 
     Attributes:
-        times: how often it has asked.
-        at: unix seconds of the last time.
-        nodes: the number of Nodes that it offered then.
-        node: the Node that the answer named; empty if the pod fitted on none of them.
+        times: the number of calls.
+        at: unix seconds of the last call.
+        nodes: the number of Nodes in it.
+        node: the Node that was answered; empty if the pod fitted on none of them.
     """
 
     times: int
@@ -38,12 +38,12 @@ class Asked(msgspec.Struct, frozen=True):
 class PodRecords:
     """The records; see the module.
 
-    State: in memory only, lost at a restart. Names by UID, of pods that hold cards. The last
-    questions by UID, the latest at the end, `_MAX_ASKED` at most.
+    State: in memory only, lost at a restart. The names of pods that hold cards, by UID. The filter
+    calls by UID, the latest at the end, of `_MAX_CALLED_PODS` pods at most.
 
     Attributes:
-        started_at: unix seconds since which questions are remembered.
-        schedulers: ``spec.schedulerName`` of the pods that were asked about.
+        started_at: unix seconds since which filter calls are remembered.
+        schedulers: ``spec.schedulerName`` of the pods in filter calls.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -51,7 +51,7 @@ class PodRecords:
         self.started_at = clock()
         self.schedulers: dict[str, None] = {}
         self._names: dict[str, str] = {}
-        self._asked: collections.OrderedDict[str, Asked] = collections.OrderedDict()
+        self._filter_calls: collections.OrderedDict[str, FilterCalls] = collections.OrderedDict()
 
     def holds(self, pod: Pod) -> None:
         """Remember the name of a pod that holds cards."""
@@ -60,15 +60,15 @@ class PodRecords:
     def forget(self, uid: str) -> None:
         """Forget a pod that has gone."""
         self._names.pop(uid, None)
-        self._asked.pop(uid, None)
+        self._filter_calls.pop(uid, None)
 
-    def asked(self, pod: Pod, nodes: int, node: str) -> None:
-        """Remember a question about a pod: the number of offered Nodes, and the chosen one."""
-        before = self._asked.pop(pod.uid, None)
+    def filtered(self, pod: Pod, nodes: int, node: str) -> None:
+        """Remember a filter call: the number of Nodes in it, and the chosen one."""
+        before = self._filter_calls.pop(pod.uid, None)
         times = before.times + 1 if before else 1
-        self._asked[pod.uid] = Asked(times, self._clock(), nodes, node)
-        if len(self._asked) > _MAX_ASKED:
-            self._asked.popitem(last=False)
+        self._filter_calls[pod.uid] = FilterCalls(times, self._clock(), nodes, node)
+        if len(self._filter_calls) > _MAX_CALLED_PODS:
+            self._filter_calls.popitem(last=False)
         if len(self.schedulers) < _MAX_SCHEDULERS:
             self.schedulers[pod.scheduler] = None
 
@@ -76,6 +76,6 @@ class PodRecords:
         """Return ``namespace/name`` of a pod that holds cards; empty where it is not known."""
         return self._names.get(uid, "")
 
-    def last_asked(self, uid: str) -> Asked | None:
-        """Return kube-scheduler's questions about a pod; None if there was none."""
-        return self._asked.get(uid)
+    def filter_calls(self, uid: str) -> FilterCalls | None:
+        """Return kube-scheduler's filter calls about a pod; None if there was none."""
+        return self._filter_calls.get(uid)

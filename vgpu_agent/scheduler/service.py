@@ -6,9 +6,9 @@ anything. Until Nodes and pods have been listed once, filters are refused: the b
 as free that are not.
 
 Of several extenders behind one address, one leads (`leadership`), and the others answer the verbs
-with 503, but for dry runs, which keep no cards. An extender beside its own kube-scheduler needs no
-Lease: only the kube-scheduler that leads calls it. In both cases the pod's label may say which one
-it is.
+with 503, except dry runs, which keep no cards. An extender in one pod with its own kube-scheduler
+needs no Lease: only the leading kube-scheduler calls its extender. In both cases a label of the
+extender's pod may show whether it leads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from vgpu_agent.scheduler.messages import BindingResult, FilterResult
 from vgpu_agent.scheduler.metrics import Metrics
 from vgpu_agent.scheduler.pod_events import PodEvents
 from vgpu_agent.scheduler.preemption import Preemption
-from vgpu_agent.scheduler.web import People
+from vgpu_agent.scheduler.web import OperatorEndpoints
 from vgpu_agent.web.certificate import Certificate
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ _logger = log.get(__name__)
 
 # kube-scheduler sends up to 5,000 names, or as many Nodes as fit (vgpu-manager §5.1).
 MAX_BODY_BYTES = 7 * 1024 * 1024
-_TAKE_BACK_SECONDS = 1.0
+_PROMISE_CHECK_SECONDS = 1.0
 _BACKOFF_MIN_SECONDS, _BACKOFF_MAX_SECONDS = 1.0, 30.0
 _STUCK_SECONDS = 30.0
 _STOP_SECONDS = 5.0
-_MAX_EVENTS = 2048  # that wait; a job of many pods raises one for each within seconds
+_MAX_EVENTS = 2048  # in the queue; a job of many pods raises one for each pod within seconds
 _LEADER, _FOLLOWER = "leader", "follower"
-# Of kube-scheduler's own Lease, which changes hands seldom.
-_LEASE_LOOK_SECONDS = 2.0
+# How often kube-scheduler's own Lease is read; its holder seldom changes.
+_LEASE_READ_SECONDS = 2.0
 _NOT_READY = (
     "the extender has not read all Nodes and pods yet; kube-scheduler will ask again in a moment"
 )
@@ -78,15 +78,15 @@ T = TypeVar("T")
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A Lease, and who this extender is.
+    """A Lease, and the identity of this extender.
 
     Attributes:
         namespace: of the Lease.
         name: of the Lease.
-        identity: of this extender, as the holder of the Lease.
-        is_schedulers: it is kube-scheduler's, and the holder runs in this pod if the identity
-            begins with the pod's name; the extender never writes it. Otherwise it is the
-            extenders' own.
+        identity: the holder's name while this extender leads; with ``is_schedulers`` the beginning
+            of the name of the kube-scheduler in the same pod.
+        is_schedulers: it is the Lease of kube-scheduler, which the extender only reads. Otherwise
+            it is the Lease of the extenders.
     """
 
     namespace: str
@@ -104,7 +104,7 @@ class Options(msgspec.Struct, frozen=True):
         grace_seconds: how long cards are kept for a pod that is not bound.
         certificate_file: the certificate with its chain, in PEM; empty for plain HTTP.
         key_file: its private key, in PEM.
-        certificate_seconds: how often both files are looked at.
+        certificate_seconds: how often both files are checked for a renewed certificate.
         lease: decides which of several extenders leads; None where there is only one.
         event_source: the component that events on pods name.
         pod_namespace: of the pod in which the extender runs.
@@ -127,9 +127,9 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class _Objects(Generic[T]):
-    """The receiver of a watch that keeps nothing but names.
+    """The receiver of a watch that passes objects on and keeps only their keys.
 
-    State: the keys of the objects that were seen.
+    State: the keys of the present objects.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Service:
             # a list that is behind would show cards as free that are not
             from_cache=False,
         )
-        self._people = People(
+        self._endpoints = OperatorEndpoints(
             extender=extender,
             book=book,
             family=family,
@@ -264,7 +264,7 @@ class Service:
         self.probe_port = 0
 
     def stop(self) -> None:
-        """Let `run` end."""
+        """Make `run` return."""
         self._stopping.set()
 
     @property
@@ -299,12 +299,12 @@ class Service:
                 self._start_watch(supervisor, "budgets", self._budgets)
                 supervisor.start(
                     "promises",
-                    lambda: self._take_back(supervisor, certificate),
+                    lambda: self._expire_promises(supervisor, certificate),
                     stuck_after_seconds=_STUCK_SECONDS,
                 )
                 supervisor.start(
                     "binds",
-                    lambda: self._clear_up(lambda: supervisor.beat("binds")),
+                    lambda: self._check_unconfirmed_binds(lambda: supervisor.beat("binds")),
                     stuck_after_seconds=_STUCK_SECONDS,
                 )
                 supervisor.start(
@@ -316,7 +316,8 @@ class Service:
                 await self._listen_for_probes(probes)
                 self._start_lease(supervisor)
                 await self._stopping.wait()
-            # Only now: a bind under way must not meet the one of the next leader.
+            # The Lease is released after all binds have ended: they must not conflict with those of
+            # the next leader.
             await runner.cleanup()
             if self._leadership is not None:
                 await self._leadership.give_back()
@@ -332,23 +333,25 @@ class Service:
             stuck_after_seconds=reflector.longest_silence_seconds + _STUCK_SECONDS,
         )
 
-    async def _take_back(self, supervisor: Supervisor, certificate: Certificate | None) -> None:
+    async def _expire_promises(
+        self, supervisor: Supervisor, certificate: Certificate | None
+    ) -> None:
         has_frozen = False
         while True:
             supervisor.beat("promises")
             if self.is_ready and not has_frozen:
                 freeze_objects()
                 has_frozen = True
-            self._extender.take_back()
+            self._extender.expire_promises()
             if certificate is not None:
-                await certificate.context()  # reads a renewed one
-            await asyncio.sleep(_TAKE_BACK_SECONDS)
+                await certificate.context()  # loads a renewed one
+            await asyncio.sleep(_PROMISE_CHECK_SECONDS)
 
-    async def _clear_up(self, beat: Callable[[], None]) -> None:
+    async def _check_unconfirmed_binds(self, beat: Callable[[], None]) -> None:
         while True:
             beat()
-            await self._extender.clear_up(beat)
-            await asyncio.sleep(_TAKE_BACK_SECONDS)
+            await self._extender.check_unconfirmed_binds(beat)
+            await asyncio.sleep(_PROMISE_CHECK_SECONDS)
 
     def _certificate(self) -> Certificate | None:
         options = self._options
@@ -382,7 +385,7 @@ class Service:
             )
 
     async def _follow(self, lease: Lease, beat: Callable[[], None]) -> None:
-        """Take over the role of the kube-scheduler beside this extender."""
+        """Set the role to that of the kube-scheduler in the same pod."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{lease.namespace}/leases/{lease.name}"
         trouble = ""
         while True:
@@ -397,17 +400,17 @@ class Service:
                 if str(err) != trouble:
                     self._journal.record("scheduler.lease_failed", level="warning", error=str(err))
                 trouble = str(err)
-            await asyncio.sleep(_LEASE_LOOK_SECONDS)
+            await asyncio.sleep(_LEASE_READ_SECONDS)
 
     def _role_changed(self, leads: bool) -> None:
         self.metrics.leads.set(leads)
         if not leads:
-            self._extender.end_lead()
+            self._extender.stop_leading()
         self._role.publish(leads)
 
     async def _label(self, beat: Callable[[], None]) -> None:
         """Keep the label of the extender's own pod equal to its role, so that a Service can select
-        the leader. A slow API server holds up nothing else, and a failed write is repeated.
+        the leader. A slow API server delays nothing else, and a failed write is repeated.
         """
         options, role = self._options, self._role
         written: bool | None = None
@@ -430,7 +433,7 @@ class Service:
                     )
                 trouble = str(err)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LEASE_LOOK_SECONDS):
+                async with asyncio.timeout(_LEASE_READ_SECONDS):
                     await role.newer_than(version)
 
     async def _listen(self, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
@@ -453,7 +456,7 @@ class Service:
         application.router.add_post("/scheduler/filter-dryrun", self._filter_dry_run)
         application.router.add_post("/scheduler/bind", self._bind)
         application.router.add_post("/scheduler/preempt", self._preempt)
-        self._people.add_routes(application.router)
+        self._endpoints.add_routes(application.router)
         self._add_probes(application)
         return application
 
@@ -497,7 +500,7 @@ class Service:
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     def _show(self) -> None:
-        """Bring the metrics of what there is up to date."""
+        """Update the gauges."""
         lease = self._options.lease
         if lease is None or not lease.is_schedulers:  # otherwise `_follow` knows
             self.metrics.leads.set(self.leads)

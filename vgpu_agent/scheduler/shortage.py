@@ -1,8 +1,8 @@
 """Sentences about Nodes that cannot take a pod: one for each reason, with the figures that are
 missing and the remedy.
 
-Pure; used by `explain`. Like the functions of `placement.nodes.survey`, the entry is a generator
-that yields after each small piece of work.
+Pure functions, used by `explain`. Like the functions of `placement.nodes.survey`, `sentences` is a
+generator that yields after each small piece of work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vgpu_agent.placement.topology import LINK, LINK_STRICT, NUMA, NUMA_STRICT
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
-    from vgpu_agent.families.scheduling import Words
+    from vgpu_agent.families.scheduling import KeyNames
     from vgpu_agent.placement.nodes.book import NodeView
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.placement.nodes.survey import Change, Changes, Group
@@ -43,7 +43,7 @@ class Share(msgspec.Struct, frozen=True):
         memory_mib: free memory.
         cores_percent: free compute.
         slots: free slots.
-        is_untouched: no pod has anything of it.
+        is_untouched: no pod has a share of it.
     """
 
     card: int
@@ -54,8 +54,8 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def shares(view: NodeView, unwanted: Mapping[int, Reason]) -> list[Share]:
-    """Return what is left of those cards of a Node that can serve another container at all: that
-    are not blocked, are wanted, and have a slot, memory and compute left.
+    """Return the free shares of those cards of a Node that can serve another container: that are
+    not blocked, are not in ``unwanted``, and have a slot, memory and compute left.
     """
     if view.state is None:
         return []
@@ -95,7 +95,7 @@ class _Best:
 
 
 class _Figures:
-    """The best figures of the Nodes with one reason, for a demand."""
+    """The best figures of the Nodes that refuse a demand for one reason."""
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
@@ -153,7 +153,7 @@ class _Figures:
 def sentences(
     demand: Demand,
     groups: Sequence[Group],
-    words: Words,
+    keys: KeyNames,
     name_of: Callable[[str], str],
 ) -> Generator[None, None, tuple[str, ...]]:
     """Say for each reason what is missing on the Nodes that have it. Nodes that the pod could use
@@ -162,7 +162,7 @@ def sentences(
     Args:
         demand: of the pod.
         groups: all Nodes, compared with it.
-        words: names for people.
+        keys: the names of resources and annotations.
         name_of: the name of a pod by its UID.
     """
     by_reason: dict[Reason, _Figures] = {}
@@ -173,12 +173,12 @@ def sentences(
             yield
     found = [
         f"{counted(figures.nodes, 'Node')} ({_names(figures.names, figures.nodes)}): "
-        + _SENTENCES.get(reason, _unfit)(_Missing(reason, figures, demand, words, name_of))
+        + _SENTENCES.get(reason, _unfit)(_Missing(reason, figures, demand, keys, name_of))
         for reason, figures in sorted(by_reason.items(), key=_order)
     ]
     if found and (demand.names_cards or demand.include_types or demand.exclude_types):
         wanted = yield from _wanted(demand, groups, name_of)
-        found.append(_exist(wanted, demand, words))
+        found.append(_exist(wanted, demand, keys))
     return tuple(found)
 
 
@@ -188,8 +188,8 @@ def _order(each: tuple[Reason, _Figures]) -> tuple[bool, bool, int]:
 
 
 def _reason(group: Group, reason: Reason, demand: Demand) -> Reason:
-    """Return the reason that helps people. Where too few cards are of a type or have a UUID that
-    the pod wants, the size of the others does not matter, although filter names it.
+    """Return the reason that is useful to operators. Where too few cards have the type or UUID that
+    the pod wants, the room on the others does not matter, although filter may name it.
     """
     state = group.views[0].state
     mismatches = {each: group.cards.get(each, 0) for each in _MISMATCHES}
@@ -200,41 +200,41 @@ def _reason(group: Group, reason: Reason, demand: Demand) -> Reason:
     )
 
 
-def options(changes: Changes, demand: Demand, words: Words) -> tuple[str, ...]:
+def options(changes: Changes, demand: Demand, keys: KeyNames) -> tuple[str, ...]:
     """Say which single changes of the pod would let it start now; each was tried."""
     if not changes.is_complete:
         return ("They could not all be tried in time; ask again when the extender is less busy.",)
     if not changes.found:
         return ("No single smaller amount or looser condition lets it fit now.",)
     return tuple(
-        f"{_changed(change, demand, words)}, it would fit on {counted(change.nodes, 'Node')} now."
+        f"{_changed(change, demand, keys)}, it would fit on {counted(change.nodes, 'Node')} now."
         for change in changes.found
     )
 
 
-def _changed(change: Change, demand: Demand, words: Words) -> str:
+def _changed(change: Change, demand: Demand, keys: KeyNames) -> str:
     memory = [each.memory_units for each in demand.containers]
     cores = max(each.cores_percent for each in demand.containers)
     match change.field:
         case "memory_units" if None in memory:
             # With an amount of memory and none of compute, the pod would have no limit of compute.
             return (
-                f"With {words.memory}: {change.value} instead of a part of each card's memory, and "
-                f"{words.cores}: {cores}"
+                f"With {keys.memory}: {change.value} instead of a part of each card's memory, and "
+                f"{keys.cores}: {cores}"
             )
         case "memory_units":
             before = max(each or 0 for each in memory)
-            return f"With {words.memory}: {change.value} instead of {before}"
+            return f"With {keys.memory}: {change.value} instead of {before}"
         case "cores_percent":
-            return f"With {words.cores}: {change.value} instead of {cores}"
+            return f"With {keys.cores}: {change.value} instead of {cores}"
         case "number":
-            return f"With {words.number}: {change.value} instead of {demand.most_cards}"
+            return f"With {keys.number}: {change.value} instead of {demand.most_cards}"
         case "topology_mode":
-            return f"With the annotation {words.topology_mode}: {change.value}"
+            return f"With the annotation {keys.topology_mode}: {change.value}"
     removed = (
-        f"annotation {words.memory_policy}"
+        f"annotation {keys.memory_policy}"
         if change.field == "memory_policy"
-        else _selection(demand, words, types=change.field == "types")
+        else _selection(demand, keys, types=change.field == "types")
     )
     return f"Without the {removed}"
 
@@ -300,14 +300,14 @@ class _Missing(msgspec.Struct, frozen=True):
         reason: of all these Nodes.
         figures: of these Nodes.
         demand: of the pod.
-        words: names for people.
+        keys: the names of resources and annotations.
         name_of: the name of a pod by its UID.
     """
 
     reason: Reason
     figures: _Figures
     demand: Demand
-    words: Words
+    keys: KeyNames
     name_of: Callable[[str], str]
 
 
@@ -330,8 +330,8 @@ def _cards(missing: _Missing) -> str:
     best, blocked = missing.figures.usable, _blocked(missing.figures.blocked)
     return (
         f"cards are missing. A container asks for {missing.demand.most_cards} different cards of "
-        f"one Node ({missing.words.number}); the most that are usable on one are {best.figure}"
-        f"{_on(best)}{blocked and f'; {blocked} there'}. Ask for fewer, or mend or add cards."
+        f"one Node ({missing.keys.number}); the most that are usable on one are {best.figure}"
+        f"{_on(best)}{blocked and f'; {blocked} there'}. Ask for fewer, or repair or add cards."
     )
 
 
@@ -351,7 +351,7 @@ def _topology(missing: _Missing) -> str:
     looser = LINK if missing.reason is Reason.LinkTopologyUnsatisfied else NUMA
     return (
         f"no {counted(demand.most_cards, 'free card')} {how}, as the annotation "
-        f"{missing.words.topology_mode}: {demand.topology_mode} demands. Wait until pods there "
+        f"{missing.keys.topology_mode}: {demand.topology_mode} demands. Wait until pods there "
         f"end, or write {looser}, which prefers such cards and takes others."
     )
 
@@ -360,13 +360,13 @@ def _memory_policy(missing: _Missing) -> str:
     policy = missing.demand.memory_policy
     return (
         f"the memory of the cards is {'physical' if policy == VIRTUAL else 'virtual'}, and the "
-        f"pod wants {policy} (annotation {missing.words.memory_policy}). Remove the annotation, or "
+        f"pod wants {policy} (annotation {missing.keys.memory_policy}). Remove the annotation, or "
         "change the memory scaling of Nodes."
     )
 
 
 def _notes(missing: _Missing) -> str:
-    """Say what is known of Nodes beside the reason, with one Node for each."""
+    """Return the notes on the Nodes beside the reason, each with one Node that has it."""
     return "".join(
         f" {shortened(name, _LONGEST_NAME)} has: {note}."
         for note, name in list(missing.figures.notes.items())[:MAX_NAMES]
@@ -375,27 +375,27 @@ def _notes(missing: _Missing) -> str:
 
 def _unfit(missing: _Missing) -> str:
     """Say what is wrong with Nodes that can take no pod at all."""
-    words, notes = missing.words, _notes(missing)
+    keys, notes = missing.keys, _notes(missing)
     match missing.reason:
         case Reason.NodeNotVGPUEnabled:
             return (
-                f"no {words.number} in status.allocatable. Either there are no GPUs to share, or "
+                f"no {keys.number} in status.allocatable. Either there are no GPUs to share, or "
                 f"the agent does not run or offers nothing there.{notes}"
             )
         case Reason.NodeNoVGPURegister:
             return (
-                f"{words.number} is offered, but the annotation {words.node_register} is missing. "
+                f"{keys.number} is offered, but the annotation {keys.node_register} is missing. "
                 "Look at the agent's log there: it writes the annotation before it registers."
             )
         case Reason.NodeNoVGPUConfig:
             return (
-                f"the annotation {words.node_config} is missing. Look at the agent's log there: it "
+                f"the annotation {keys.node_config} is missing. Look at the agent's log there: it "
                 "writes the annotation before it registers."
             )
         case Reason.NodeBadVGPURegister:
-            return _spoilt(words.node_register, notes)
+            return _malformed(keys.node_register, notes)
         case Reason.NodeBadVGPUConfig | Reason.NodeBadMemoryFactor:
-            return _spoilt(words.node_config, notes)
+            return _malformed(keys.node_config, notes)
         case _:
             return (
                 "pods hold cards there, but the API server shows no such Node. It was deleted; "
@@ -403,7 +403,7 @@ def _unfit(missing: _Missing) -> str:
             )
 
 
-def _spoilt(key: str, notes: str) -> str:
+def _malformed(key: str, notes: str) -> str:
     return (
         f"the annotation {key} cannot be read.{notes} Remove the annotation and restart the agent "
         "there, which writes it anew."
@@ -411,7 +411,7 @@ def _spoilt(key: str, notes: str) -> str:
 
 
 def _memory(missing: _Missing) -> str:
-    figures, demand, words = missing.figures, missing.demand, missing.words
+    figures, demand, keys = missing.figures, missing.demand, missing.keys
     units = [each.memory_units for each in demand.containers]
     parts = {
         each.memory_percent: each.number for each in demand.containers if each.memory_units is None
@@ -423,7 +423,7 @@ def _memory(missing: _Missing) -> str:
     if asked > figures.size.figure:
         return (
             f"no card there has more than {figures.size.figure} MiB in all; the pod asks for "
-            f"{asked} MiB on each of its cards. Lower {words.memory}, or add larger cards."
+            f"{asked} MiB on each of its cards. Lower {keys.memory}, or add larger cards."
         )
     part = max(parts, default=0)
     if part == _WHOLE_PERCENT and figures.untouched.figure < parts[part]:
@@ -431,7 +431,7 @@ def _memory(missing: _Missing) -> str:
             f"the pod asks for all memory of {counted(parts[part], 'card')} of one Node, so no "
             "other pod may have memory of them; the most such cards of one Node are "
             f"{figures.untouched.figure}{_on(figures.untouched)}. Wait until pods there end, or "
-            f"set {words.memory}."
+            f"set {keys.memory}."
         )
     if part and not most:
         return (
@@ -462,7 +462,7 @@ def _cores(missing: _Missing) -> str:
     if asked > figures.core_size.figure:
         return (
             f"no card there has more than {figures.core_size.figure} % of compute in all; the pod "
-            f"asks for {asked} % on each of its cards. Lower {missing.words.cores}."
+            f"asks for {asked} % on each of its cards. Lower {missing.keys.cores}."
         )
     least = max(asked, 1)  # a card without free compute serves nobody
     if figures.cores.figure < least:
@@ -491,7 +491,7 @@ def _uuids(missing: _Missing) -> str:
 
 
 def _mismatch(missing: _Missing, what: str, *, types: bool) -> str:
-    selection = _selection(missing.demand, missing.words, types=types)
+    selection = _selection(missing.demand, missing.keys, types=types)
     most = missing.demand.most_cards
     cards = "no card" if most == 1 else f"fewer than {most} cards"
     return f"{cards} {what} that the pod wants ({selection})."
@@ -513,10 +513,10 @@ _SENTENCES: Mapping[Reason, Callable[[_Missing], str]] = {
 }
 
 
-def _exist(wanted: _Wanted, demand: Demand, words: Words) -> str:
-    """Say what has become of the cards that the pod selects, in the whole cluster."""
+def _exist(wanted: _Wanted, demand: Demand, keys: KeyNames) -> str:
+    """Say which cards the pod selects in the whole cluster, and which pods hold them."""
     selection = " and ".join(
-        filter(None, (_selection(demand, words, types=types) for types in (True, False)))
+        filter(None, (_selection(demand, keys, types=types) for types in (True, False)))
     )
     if not wanted.cards:
         models = [shortened(model, _LONGEST_NAME) for model in wanted.models]
@@ -540,14 +540,14 @@ def _exist(wanted: _Wanted, demand: Demand, words: Words) -> str:
     )
 
 
-def _selection(demand: Demand, words: Words, *, types: bool) -> str:
+def _selection(demand: Demand, keys: KeyNames, *, types: bool) -> str:
     """Name the annotations by which the pod selects cards."""
     pairs = (
-        ((words.include_types, demand.include_types), (words.exclude_types, demand.exclude_types))
+        ((keys.include_types, demand.include_types), (keys.exclude_types, demand.exclude_types))
         if types
         else (
-            (words.include_uuids, demand.include_uuids),
-            (words.exclude_uuids, demand.exclude_uuids),
+            (keys.include_uuids, demand.include_uuids),
+            (keys.exclude_uuids, demand.exclude_uuids),
         )
     )
     return " and ".join(

@@ -1,9 +1,9 @@
-"""The extender's endpoints for people: ``/explain`` and ``/capacity``.
+"""The extender's endpoints for operators: ``/explain`` and ``/capacity``.
 
-They run on the event loop that answers kube-scheduler. So their work is done in slices of
-`_SLICE_SECONDS`, one request at a time, and a few may wait. An explanation, which may take seconds,
-pauses between its slices. ``/capacity``, which takes some milliseconds, only lets others run, and
-is counted once a second at most.
+They run on the event loop that answers kube-scheduler. So their work is done in time slices of
+`_SLICE_SECONDS`, one request at a time. At most `_MAX_WAITING` requests run or wait. An explanation
+may take seconds, and pauses between its slices. ``/capacity`` takes some milliseconds: it only lets
+other tasks run between its slices, and is computed at most once a second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 _SLICE_SECONDS = 0.002
 _PAUSE_SECONDS = 0.002
 _KEPT_SECONDS = 1.0  # for `/capacity`
-# of computing, after which pods are no more counted and changes no more tried
+# computing time of an explanation after which it stops counting pods and trying changes
 _MOST_SECONDS = 3.0
 _GET_SECONDS = 5.0  # for the pod
 _MAX_WAITING = 8
@@ -48,10 +48,11 @@ _FORMATS = ("json", "text")
 _SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
 
 
-class People:
-    """The handlers; see the module.
+class OperatorEndpoints:
+    """The handlers of both endpoints; see the module.
 
-    State: the number of requests that are being answered or wait, and the last `/capacity`.
+    State: the number of requests that are being answered or wait, and the last answer of
+    `/capacity`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class People:
         """Build them.
 
         Args:
-            extender: knows what is kept for pods.
+            extender: has the promises to pods.
             book: the cards of all Nodes.
             family: reads pods.
             read_pod: decodes a pod; it raises `ClusterError`.
@@ -160,7 +161,7 @@ class People:
                 self._book.views(),
                 holding,
                 kept,
-                records.last_asked(pod.uid),
+                records.filter_calls(pod.uid),
                 records.started_at,
                 tuple(records.schedulers),
                 extender.name_of,
@@ -187,7 +188,7 @@ class People:
         return _answer(found, page.capacity(found) if as_text else None)
 
     def _doubts(self) -> tuple[str, ...]:
-        """Say what the book does not see: cards that another extender keeps, and changes while a
+        """Say what is missing in the book: cards that another extender keeps, and changes while a
         watch fails.
         """
         label = self._family.role_label
@@ -207,11 +208,11 @@ class People:
 
 
 class _BadRequestError(Exception):
-    """The request makes no sense; the message says what would."""
+    """A parameter is unknown or invalid; the message says what is expected."""
 
 
 class _Slices:
-    """Does a work in slices, so that the event loop can do other things in between.
+    """Runs a generator in time slices, so that the event loop can run other tasks in between.
 
     Attributes:
         seconds: computing time so far.
@@ -228,7 +229,7 @@ class _Slices:
         return self._before + self._clock() - self._began
 
     async def result(self, work: Generator[None, None, T]) -> T:
-        """Return the result of a work."""
+        """Run the generator to its end and return its result."""
         self._began = self._clock()
         while True:
             while self._clock() - self._began < _SLICE_SECONDS:
@@ -267,9 +268,7 @@ class _Pod(msgspec.Struct):
 
 
 def read_waiting(raw: bytes) -> Waiting:
-    """Read what a pod of the API server says about its waiting; what cannot be read counts as
-    nothing.
-    """
+    """Read from a pod object why it waits; parts that cannot be read count as missing."""
     try:
         pod = msgspec.json.decode(raw, type=_Pod)
     except (msgspec.MsgspecError, RecursionError):

@@ -28,11 +28,11 @@ from vgpu_agent.placement.nodes.alignment import (
     ELSEWHERE,
     TOGETHER,
     anchor_of,
+    card_sets_near,
     choose_aligned,
     components_of,
     room_for,
     survey_aligned,
-    windows,
 )
 from vgpu_agent.placement.nodes.allocation import Amounts
 from vgpu_agent.placement.nodes.book import Book, HeldCard, Holding, Survey
@@ -46,7 +46,7 @@ PAIRS = {(0, 1): [1, 10], (2, 3): [1, 10], (1, 2): [2]}
 
 
 def demand(*containers: PodContainer, mode: str = "link", **words: str) -> Demand:
-    """The demand of a pod that is aligned with its fellows."""
+    """The demand of a pod that is aligned with its peers."""
     found = read_demand(
         pod(*(containers or (container(),)), topology_mode=mode, cross_pod="true", **words), KEYS
     )
@@ -89,11 +89,11 @@ def placed(
     book: Book,
     wanted: Demand,
     names: Sequence[str],
-    fellows: Sequence[str] = (),
+    peers: Sequence[str] = (),
     waiting: int = 0,
 ) -> tuple[str, list[int], int]:
     """The Node, the cards and the nearness."""
-    choice, nearness = choose_aligned(book, wanted, names, fellows, waiting)
+    choice, nearness = choose_aligned(book, wanted, names, peers, waiting)
     if choice.holding is None:
         return "", [], nearness
     numbers = book.numbers(choice.node)
@@ -108,28 +108,28 @@ def test_components_are_joined_by_nvlinks() -> None:
     assert components_of(cards(3).hardware) == ()
 
 
-def test_the_component_of_a_fellow_on_the_node() -> None:
-    """vgpu-manager §5.7. Without the fellow it is card 0, and the first Node."""
+def test_the_component_of_a_peer_on_the_node() -> None:
+    """vgpu-manager §5.7. Without the peer it is card 0, and the first Node."""
     book = book_of(2)
-    hold(book, "fellow", 1, 2)
-    assert placed(book, demand(), ["n0", "n1"], ["fellow"]) == ("n1", [3], TOGETHER)
+    hold(book, "peer", 1, 2)
+    assert placed(book, demand(), ["n0", "n1"], ["peer"]) == ("n1", [3], TOGETHER)
     assert placed(book, demand(), ["n0", "n1"]) == ("n0", [0], ANYWHERE)
     assert placed(book, demand(), ["n0", "n1"], ["unknown"]) == ("n0", [0], ANYWHERE)
 
 
 def test_what_the_cards_have_instead_of_nvlinks_is_told() -> None:
-    """As for a pod without fellows."""
+    """As for a pod without peers."""
     book = book_of(1)
-    for uid, card in (("fellow", 0), ("x", 2)):
+    for uid, card in (("peer", 0), ("x", 2)):
         hold(book, uid, 0, card)
     pair = demand(container(number=2))
-    choice, _ = choose_aligned(book, pair, ["n0"], ["fellow"], 0)
-    assert choice.instead == book.choose(pair, ["n0"]).instead != ""
+    choice, _ = choose_aligned(book, pair, ["n0"], ["peer"], 0)
+    assert choice.fallback == book.choose(pair, ["n0"]).fallback != ""
     choice, _ = choose_aligned(book_of(1), pair, ["n0"], ["waits"], 1)
-    assert (choice.node, choice.instead) == ("n0", "")
+    assert (choice.node, choice.fallback) == ("n0", "")
 
 
-def test_the_component_with_the_most_fellows_comes_first() -> None:
+def test_the_component_with_the_most_peers_comes_first() -> None:
     """Of equally many the one with the lower numbers."""
     book = book_of(1)
     hold(book, "a", 0, 0, part=10)
@@ -146,41 +146,41 @@ def test_the_component_with_the_most_fellows_comes_first() -> None:
 def test_elsewhere_the_component_of_the_same_place() -> None:
     """Where no rails are known: the second component here for the second one there."""
     book = book_of(2)
-    hold(book, "fellow", 0, 2, 3)
+    hold(book, "peer", 0, 2, 3)
     pair = demand(container(number=2))
-    assert placed(book, pair, ["n0", "n1"], ["fellow"]) == ("n1", [2, 3], ELSEWHERE)
+    assert placed(book, pair, ["n0", "n1"], ["peer"]) == ("n1", [2, 3], ELSEWHERE)
     hold(book, "other", 1, 2)
-    assert placed(book, pair, ["n0", "n1"], ["fellow"]) == ("n0", [0, 1], ANYWHERE)
+    assert placed(book, pair, ["n0", "n1"], ["peer"]) == ("n0", [0, 1], ANYWHERE)
 
 
 def test_elsewhere_the_component_of_the_same_rails() -> None:
     """As the operator names them, whatever their order on the Node is."""
     rails = {0: ["a", "b", "c", "d"], 1: ["d", "c", "b", "a"]}
     book = book_of(2, rails)
-    hold(book, "fellow", 0, 2, 3)
+    hold(book, "peer", 0, 2, 3)
     pair = demand(container(number=2))
-    assert placed(book, pair, ["n1"], ["fellow"]) == ("n1", [0, 1], ELSEWHERE)
+    assert placed(book, pair, ["n1"], ["peer"]) == ("n1", [0, 1], ELSEWHERE)
 
 
-def test_cards_on_the_rails_of_the_fellows_come_first() -> None:
+def test_cards_on_the_rails_of_the_peers_come_first() -> None:
     """Before their component (vgpu-manager §5.7)."""
     rails = {node: ["a", "b", "a", "b"] for node in range(2)}
     book = book_of(2, rails)
-    hold(book, "fellow", 0, 0, 2)
-    anchor = anchor_of(book, ["fellow"])
+    hold(book, "peer", 0, 0, 2)
+    anchor = anchor_of(book, ["peer"])
     assert anchor.rails == {"a"}
     view = book.cards_in_use("n1")
     assert view is not None
-    assert windows(anchor, "n1", view) == [
+    assert card_sets_near(anchor, "n1", view) == [
         (ELSEWHERE, (0, 2)),
         (ELSEWHERE, (0, 1)),
         (ELSEWHERE, (2, 3)),
     ]
     pair = demand(container(number=2))
-    assert placed(book, pair, ["n1"], ["fellow"]) == ("n1", [0, 2], ELSEWHERE)
+    assert placed(book, pair, ["n1"], ["peer"]) == ("n1", [0, 2], ELSEWHERE)
 
 
-def test_most_fellows_decide() -> None:
+def test_most_peers_decide() -> None:
     """vgpu-manager §5.7."""
     book = book_of(4)
     hold(book, "a", 0, 0)
@@ -193,58 +193,58 @@ def test_nodes_without_rails_and_components_without_any_are_not_alike() -> None:
     """An empty set of rails is no domain."""
     rails = {0: ["", "", "x", ""], 1: ["y", "", "", ""]}
     book = book_of(3, rails)
-    hold(book, "fellow", 0, 0)
-    assert anchor_of(book, ["fellow"]).domain is None
-    assert placed(book, demand(), ["n1", "n2"], ["fellow"]) == ("n1", [0], ANYWHERE)
+    hold(book, "peer", 0, 0)
+    assert anchor_of(book, ["peer"]).domain is None
+    assert placed(book, demand(), ["n1", "n2"], ["peer"]) == ("n1", [0], ANYWHERE)
 
 
-def test_strict_pods_stay_beside_their_fellows_or_wait() -> None:
+def test_strict_pods_stay_beside_their_peers_or_wait() -> None:
     """vgpu-manager §5.7: never without the window; where there is none, anywhere."""
     book = book_of(2)
-    hold(book, "fellow", 0, 0)
+    hold(book, "peer", 0, 0)
     hold(book, "other", 0, 1)
     strict = demand(mode="link-strict")
-    choice, _ = choose_aligned(book, strict, ["n0"], ["fellow"], 0)
+    choice, _ = choose_aligned(book, strict, ["n0"], ["peer"], 0)
     assert choice.reasons == {"n0": Reason.LinkTopologyUnsatisfied}
-    assert placed(book, demand(), ["n0"], ["fellow"]) == ("n0", [2], ANYWHERE)
-    assert placed(book, strict, ["n0", "n1"], ["fellow"]) == ("n1", [0], ELSEWHERE)
+    assert placed(book, demand(), ["n0"], ["peer"]) == ("n0", [2], ANYWHERE)
+    assert placed(book, strict, ["n0", "n1"], ["peer"]) == ("n1", [0], ELSEWHERE)
     single = book_of(2, links={(0, 1): [10]})
-    hold(single, "fellow", 0, 3)
-    assert placed(single, strict, ["n0", "n1"], ["fellow"]) == ("n0", [0], ANYWHERE)
+    hold(single, "peer", 0, 3)
+    assert placed(single, strict, ["n0", "n1"], ["peer"]) == ("n0", [0], ANYWHERE)
 
 
-def test_a_survey_for_a_strict_pod_asks_where_its_fellows_are() -> None:
+def test_a_survey_for_a_strict_pod_asks_where_its_peers_are() -> None:
     """It fits near to them, or away from them, or nowhere; of many Nodes that would take too long
     to tell.
     """
     strict, far = demand(mode="link-strict"), (Reason.LinkTopologyUnsatisfied,)
     book = book_of(2)
-    hold(book, "fellow", 0, 0)
-    assert survey_aligned(book, strict, ["fellow"]) == Survey(True, ())
+    hold(book, "peer", 0, 0)
+    assert survey_aligned(book, strict, ["peer"]) == Survey(True, ())
     hold(book, "x", 0, 1)
-    assert survey_aligned(book, strict, ["fellow"]) == Survey(True, far)
+    assert survey_aligned(book, strict, ["peer"]) == Survey(True, far)
     hold(book, "y", 1, 0, 1)
-    assert survey_aligned(book, strict, ["fellow"]) == Survey(False, far)
-    for anywhere, fellows in ((demand(), ["fellow"]), (strict, ["unknown"]), (strict, [])):
-        assert survey_aligned(book, anywhere, fellows) == Survey(True, ())
+    assert survey_aligned(book, strict, ["peer"]) == Survey(False, far)
+    for anywhere, peers in ((demand(), ["peer"]), (strict, ["unknown"]), (strict, [])):
+        assert survey_aligned(book, anywhere, peers) == Survey(True, ())
     hold(book, "z", 1, 2, 3)
     expected = Survey(False, (Reason.InsufficientVGPUCore, *far))
-    assert survey_aligned(book, strict, ["fellow"]) == expected
+    assert survey_aligned(book, strict, ["peer"]) == expected
     many = book_of(130)
-    hold(many, "fellow", 0, 0, 1)
+    hold(many, "peer", 0, 0, 1)
     for node in range(1, 130):
         hold(many, f"x{node}", node, 0, 1)
         hold(many, f"y{node}", node, 2, part=1 + node % 90)
         hold(many, f"z{node}", node, 3, part=1 + node // 90)
     one = demand(container(cores=1, memory=1), mode="link-strict")
-    assert survey_aligned(many, one, ["fellow"]) == Survey(True, far)
+    assert survey_aligned(many, one, ["peer"]) == Survey(True, far)
 
 
 def test_reasons_of_other_nodes_are_those_of_any_pod() -> None:
     """Alignment refuses nothing by itself."""
     book = book_of(2)
-    hold(book, "fellow", 0, 0, 1, 2, 3)
-    choice, _ = choose_aligned(book, demand(), ["n0", "nowhere"], ["fellow"], 0)
+    hold(book, "peer", 0, 0, 1, 2, 3)
+    choice, _ = choose_aligned(book, demand(), ["n0", "nowhere"], ["peer"], 0)
     assert (choice.node, choice.holding) == ("", None)
     assert choice.reasons == {
         "n0": Reason.InsufficientVGPUCore,
@@ -253,7 +253,7 @@ def test_reasons_of_other_nodes_are_those_of_any_pod() -> None:
 
 
 def test_the_first_pod_goes_where_all_have_room() -> None:
-    """vgpu-manager's first pod takes the first Node, and its fellows find no room beside it
+    """vgpu-manager's first pod takes the first Node, and its peers find no room beside it
     (vgpu-manager §12.3).
     """
     book = book_of(3)
@@ -275,11 +275,11 @@ def test_the_first_pod_takes_the_smallest_component_that_is_large_enough() -> No
 
 
 def test_among_equally_near_places_that_with_room_for_the_rest() -> None:
-    """Fellows are on n0, which is full; of the others only n2 has room for two more."""
+    """Peers are on n0, which is full; of the others only n2 has room for two more."""
     book = book_of(3)
-    hold(book, "fellow", 0, 0, 1, 2, 3)
+    hold(book, "peer", 0, 0, 1, 2, 3)
     hold(book, "x", 1, 1, 3)
-    assert placed(book, demand(), ["n1", "n2"], ["fellow", "f"], waiting=1) == (
+    assert placed(book, demand(), ["n1", "n2"], ["peer", "f"], waiting=1) == (
         "n2",
         [0],
         ELSEWHERE,
@@ -299,20 +299,20 @@ def test_more_room_elsewhere_than_the_group_needs_is_no_better() -> None:
     """The same for those that follow."""
     links = {pair: [10] for pair in itertools.combinations(range(4), 2)}
     book = book_of(3, links=links)
-    hold(book, "fellow", 0, 0, 1, 2, 3)
+    hold(book, "peer", 0, 0, 1, 2, 3)
     hold(book, "x", 1, 0)
     for waiting, expected in ((1, "n1"), (2, "n1"), (3, "n2")):
-        fellows = ["fellow", *(f"f{place}" for place in range(waiting))]
-        assert placed(book, demand(), ["n1", "n2"], fellows, waiting)[0] == expected
+        peers = ["peer", *(f"f{place}" for place in range(waiting))]
+        assert placed(book, demand(), ["n1", "n2"], peers, waiting)[0] == expected
 
 
-def test_rails_on_the_node_of_a_fellow_are_nearer_than_elsewhere() -> None:
+def test_rails_on_the_node_of_a_peer_are_nearer_than_elsewhere() -> None:
     """Here without NVLinks."""
     rails = {node: ["a", "a", "b", "b"] for node in range(2)}
     book = book_of(2, rails, links={})
-    hold(book, "fellow", 1, 2)
-    assert placed(book, demand(), ["n0", "n1"], ["fellow"]) == ("n1", [3], TOGETHER)
-    assert placed(book, demand(), ["n0"], ["fellow"]) == ("n0", [2], ELSEWHERE)
+    hold(book, "peer", 1, 2)
+    assert placed(book, demand(), ["n0", "n1"], ["peer"]) == ("n1", [3], TOGETHER)
+    assert placed(book, demand(), ["n0"], ["peer"]) == ("n0", [2], ELSEWHERE)
 
 
 def test_room_without_nvlinks_is_worth_less() -> None:
@@ -331,8 +331,8 @@ def test_room_without_nvlinks_is_worth_less() -> None:
     assert placed(book, demand(), ["n0", "n1"], ["f"], waiting=3)[0] == "n1"
 
 
-def test_nodes_that_look_the_same_may_differ_in_their_fellows() -> None:
-    """On n1 the component of the fellow there is full. On n0 the one of the same domain as those on
+def test_nodes_that_look_the_same_may_differ_in_their_peers() -> None:
+    """On n1 the component of the peer there is full. On n0 the one of the same domain as those on
     n2 is not.
     """
     book = book_of(3)

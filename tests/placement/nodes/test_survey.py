@@ -299,4 +299,4 @@ def test_a_proposed_change_is_true(
 def _changed(wanted: Demand, change: Change) -> Demand:
     if isinstance(change.value, int):
         return survey._capped(wanted, change.field, change.value)
-    return next(demand for field, _, demand in survey._other_words(wanted) if field == change.field)
+    return next(demand for field, _, demand in survey._relaxed(wanted) if field == change.field)

@@ -203,7 +203,7 @@ def test_of_equally_important_pods_as_few_as_possible_go() -> None:
 
 
 def test_cards_that_the_group_wants_are_emptied_first() -> None:
-    """vgpu-manager §5.9, for a pod whose fellows are there."""
+    """vgpu-manager §5.9, for a pod whose peers are there."""
     others = [victim("far", 0, priority=1), victim("near", 1, priority=5, near=True)]
     assert chosen(ONE_CARD, [], others) == ["near"]
 

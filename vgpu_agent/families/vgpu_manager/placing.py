@@ -34,8 +34,8 @@ from vgpu_agent.placement.topology import (
     Chosen,
     Links,
     by_topology,
-    favour,
     in_order,
+    policy_score,
 )
 from vgpu_agent.pods import ContainerKind
 
@@ -98,11 +98,11 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
     candidates = _in_order(question, fitting, policy, options)
     chosen = _chosen(question, candidates, container, policy, mode)
     cards_by_number = sorted(chosen.cards, key=lambda card: card.number)
-    if chosen.instead:
+    if chosen.fallback:
         numbers = ", ".join(str(card.number) for card in cards_by_number)
         text = (
             f"annotation {keys.topology_mode}={mode} could not be followed with the GPUs that had "
-            f"room on this node: it got GPU {numbers}: {chosen.instead}"
+            f"room on this node: it got GPU {numbers}: {chosen.fallback}"
         )
         remarks.append(Remark(TOPOLOGY_FALLBACK, text))
     shares = tuple(
@@ -160,7 +160,7 @@ def _in_order(
             room.memory_free_mib / max(room.memory_mib, 1),
             room.cores_free_percent / max(cores, 1),
         )
-        return favour(policy, parts)
+        return policy_score(policy, parts)
 
     cards = [
         Candidate(

@@ -1,11 +1,11 @@
 """Volcano's annotations of vGPUs, as a scheduler reads and writes them; the interface is in
 `families.scheduling`.
 
-With it, pods for Volcano's vGPUs get their cards from kube-scheduler and the agent's extender in
-clusters without Volcano. Nodes whose cards are divided into MIG instances for each pod are left
-out: that needs Volcano's scheduler.
+In clusters without Volcano, kube-scheduler and the agent's extender place such pods with it. Nodes
+whose cards are divided into MIG instances for each pod are left out, because that needs Volcano's
+scheduler.
 
-Amounts of memory are in the Node's own units, which its annotation does not name
+Amounts of memory are in the Node's units. The Node's annotation does not say how large a unit is
 (volcano-vgpu §2.1).
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted, shortened
-from vgpu_agent.families.scheduling import DEFAULTS, Words
+from vgpu_agent.families.scheduling import DEFAULTS, KeyNames
 from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import (
     NO_TYPE,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 MAX_CARDS = 64
 _MOST_CONTAINERS, _MOST_MEMORY = 10_000, 2**31 - 1
-_WHOLE_CORES = 100  # percent; schedulers know no other limit of a card (volcano-vgpu §8)
+_WHOLE_CORES = 100  # percent of a card; schedulers count with no other number (volcano-vgpu §8)
 _MIG = "mig"
 _LONGEST_NOTE = 200
 _MAX_ENTRIES = 64  # of a list in an annotation
@@ -81,10 +81,10 @@ class VolcanoScheduling:
         return ""
 
     @property
-    def words(self) -> Words:
+    def key_names(self) -> KeyNames:
         """See `SchedulingFamily`."""
         names = self._names
-        return Words(
+        return KeyNames(
             number=names.number,
             cores=names.cores,
             memory=names.memory,
@@ -159,7 +159,7 @@ class VolcanoScheduling:
             BINPACK,
             BINPACK,
             include_types=included,
-            # schedulers do not look at it where the other one is there (volcano-vgpu §3.1)
+            # schedulers ignore it beside USE_TYPE (volcano-vgpu §3.1)
             exclude_types=() if included else _entries(pod, NO_TYPE),
             include_uuids=_entries(pod, USE_UUID),
             exclude_uuids=_entries(pod, NO_UUID),
@@ -172,9 +172,10 @@ class VolcanoScheduling:
         return ()
 
     def read_holding(self, pod: Pod) -> Holding | None:
-        """See `SchedulingFamily`. Only what schedulers write once counts, and only of bound pods
-        (volcano-vgpu §8): as many segments as there are containers that ask, since any user can
-        write more, and the kubelet gives no other container a device.
+        """See `SchedulingFamily`. Only the annotation `DECISION` counts, which schedulers write
+        once, and only of bound pods (volcano-vgpu §8). It counts up to as many segments as
+        containers ask for cards: any user can write more, and the kubelet gives other containers no
+        device.
         """
         text = pod.annotations.get(DECISION, "")
         asking = len(self._names.asking(pod))

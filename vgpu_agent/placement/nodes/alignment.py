@@ -1,17 +1,21 @@
 """Place pods of one group near each other: on cards with NVLinks between them, or, on other Nodes,
 on cards of the same network rails (vgpu-manager §5.7).
 
-Cards of a Node that are joined by NVLinks are one component. The fellows of a pod, which are the
-pods of its gang or of its controller, leave an anchor: the rails of their cards, their components,
-and the domains of these. On each Node the anchor names windows, and the pod goes into the first one
-with room: cards on the fellows' rails, then the component of a fellow on this Node, or else a
-component of the same domain as those elsewhere. With ``link-strict`` it goes into one of them or
-not to that Node; otherwise it goes anywhere.
+The *peers* of a pod are the other pods of its gang, or of its controller. A *component* is the set
+of cards of a Node that are joined by NVLinks. A *rail* is the network that a card is nearest to, as
+the operator has named it. The *domain* of a component is the set of its rails or, without rails,
+its position among the components of its Node. The *anchor* of a pod is where its peers are: the
+rails of their cards, their components, and the domains of these.
 
-A Node with fellows is better than any other, and one with such a window better than one without.
-For a pod that is the first of its group, and where several are equally good, it counts how many of
-the waiting fellows would find room in the same window. vgpu-manager does not look ahead
-(vgpu-manager §12.3). Nothing is reserved for fellows: two half-placed gangs would block each other.
+The anchor determines sets of cards on each Node, and the pod goes to the first set with room: cards
+on the peers' rails, then the component of a peer on this Node, or else a component of the same
+domain as the peers' components on other Nodes. With ``link-strict`` the pod does not go to a Node
+where no such set has room. Otherwise it may get any cards there.
+
+A Node with peers is better than any other, and a Node with such a set is better than one without.
+For the first pod of a group, and among equally good Nodes, the number of waiting peers counts that
+would find room on the same cards. vgpu-manager does not look ahead (vgpu-manager §12.3). Nothing is
+reserved for peers: two half-placed gangs would block each other.
 """
 
 from __future__ import annotations
@@ -40,31 +44,31 @@ T = TypeVar("T")
 Component = tuple[int, ...]
 """The numbers of the cards that are joined by NVLinks, at least two."""
 Domain = frozenset[str] | int
-"""The rails of a component, or its place among those of its Node where no rails are known."""
+"""The rails of a component; where no rails are known, its position among those of its Node."""
 
-# How near a pod is to its fellows, the best last.
+# How near a pod is to its peers, the best last.
 ANYWHERE, ELSEWHERE, TOGETHER = range(3)
 
 
-# A survey places the pod on so many Nodes that do not look the same: each takes a tenth of a
-# millisecond, and other filters wait.
+# The most different Nodes on which a survey tries to place the pod: each takes a tenth of a
+# millisecond, and other filter calls wait.
 _MAX_SEARCHED = 128
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """The places of a pod's fellows.
+    """The places of a pod's peers.
 
     Attributes:
-        rails: those of most fellows; empty where none are known.
-        domain: that of most fellows; None where they are in no component.
-        here: Node → component → the number of fellows in it.
-        fellows: Node → the number of fellows on it.
+        rails: the rails of most peers; empty where none are known.
+        domain: the domain of most peers; None where no peer is in a component.
+        here: Node → component → the number of peers in it.
+        peers: Node → the number of peers on it.
     """
 
     rails: frozenset[str] = frozenset()
     domain: Domain | None = None
     here: Mapping[str, Mapping[Component, int]] = {}
-    fellows: Mapping[str, int] = {}
+    peers: Mapping[str, int] = {}
 
 
 class _Key(NamedTuple):
@@ -73,7 +77,7 @@ class _Key(NamedTuple):
     nearness: int
     is_linked: bool
     room: int
-    fellows: int
+    peers: int
     rank: tuple[int, float]
 
 
@@ -81,35 +85,35 @@ class _Quality(NamedTuple):
     """The quality of a Node's cards; the larger the better.
 
     Attributes:
-        nearness: to the pod's fellows.
-        is_linked: they are joined by NVLinks or on the fellows' rails.
-        room: for how many pods like it they have room, itself included, as far as its group needs
-            it; 0 where no fellow waits.
+        nearness: to the pod's peers.
+        is_linked: they are joined by NVLinks or on the peers' rails.
+        room: the number of equal pods that the cards have room for, at most the pod and its waiting
+            peers; 0 where no peer waits.
     """
 
     nearness: int
     is_linked: bool
     room: int
 
-    def key(self, fellows: int, rank: tuple[int, float]) -> _Key:
-        """Return the same with the number of fellows on the Node and its rank."""
-        return _Key(*self, fellows, rank)
+    def key(self, peers: int, rank: tuple[int, float]) -> _Key:
+        """Return the quality of the Node, which has this number of peers and this rank."""
+        return _Key(*self, peers, rank)
 
 
-class _Window(NamedTuple):
-    """Some cards of a Node."""
+class _CardSet(NamedTuple):
+    """A set of cards of a Node on which the pod may be placed."""
 
     cards: Component
     quality: _Quality
 
 
-def anchor_of(book: Book, fellows: Iterable[str]) -> Anchor:
-    """Return where pods are, by their UIDs; those without cards count for nothing."""
+def anchor_of(book: Book, peers: Iterable[str]) -> Anchor:
+    """Return the anchor that the pods with these UIDs give; pods without cards do not count."""
     rails: collections.Counter[frozenset[str]] = collections.Counter()
     domains: collections.Counter[Domain] = collections.Counter()
     here: dict[str, collections.Counter[Component]] = {}
     on_node: collections.Counter[str] = collections.Counter()
-    for uid in fellows:
+    for uid in peers:
         name = book.node_of(uid)
         view = book.cards_in_use(name) if name else None
         cards = view.footprints[uid].keys() if view else ()
@@ -127,16 +131,16 @@ def anchor_of(book: Book, fellows: Iterable[str]) -> Anchor:
     return Anchor(_most(rails, _text) or frozenset(), _most(domains, _text), here, on_node)
 
 
-def windows(
+def card_sets_near(
     anchor: Anchor, name: str, view: CardsInUse, known: Components | None = None
 ) -> list[tuple[int, Component]]:
-    """Return the cards of a Node that are near to the fellows, with their nearness, in the order in
-    which they are tried; none where no card is.
+    """Return the sets of cards of a Node that are near the peers, each with its nearness, in the
+    order in which they are tried.
     """
-    if not anchor.fellows:
+    if not anchor.peers:
         return []
     found = []
-    is_here = name in anchor.fellows
+    is_here = name in anchor.peers
     if anchor.rails and view.rails:
         on_rails = tuple(card for card, rail in enumerate(view.rails) if rail in anchor.rails)
         if on_rails:
@@ -155,31 +159,31 @@ def windows(
 
 
 def choose_aligned(
-    book: Book, demand: Demand, names: Sequence[str], fellows: Collection[str], waiting: int
+    book: Book, demand: Demand, names: Sequence[str], peers: Collection[str], waiting: int
 ) -> tuple[Choice, int]:
     """Return the best of the named Nodes for a pod that holds nothing, and how near it is to its
-    fellows there.
+    peers there.
 
     Args:
         book: the cards of all Nodes.
         demand: of the pod.
         names: of the Nodes.
-        fellows: UIDs of the other pods of its group.
+        peers: UIDs of the other pods of its group.
         waiting: how many of them have no cards yet.
     """
-    anchor = anchor_of(book, fellows)
+    anchor = anchor_of(book, peers)
     ranks, refused = book.ranks(demand, names)
     reasons = dict(refused)
     search = _Search(demand, anchor, waiting)
     best: tuple[_Key, str, Holding, str] | None = None
-    beside = [name for name in ranks if name in anchor.fellows]
-    elsewhere = [name for name in ranks if name not in anchor.fellows]
+    beside = [name for name in ranks if name in anchor.peers]
+    elsewhere = [name for name in ranks if name not in anchor.peers]
     for group in (beside, elsewhere):
         if best is not None and best[0].nearness == TOGETHER:
             break  # no other Node is better
         views = {name: view for name in group if (view := book.cards_in_use(name)) is not None}
         cases = {
-            name: search.best_case(name, view).key(anchor.fellows.get(name, 0), ranks[name])
+            name: search.best_case(name, view).key(anchor.peers.get(name, 0), ranks[name])
             for name, view in views.items()
         }
         # Those first that can be the best. Of equal ones the first name counts where there is a
@@ -193,34 +197,36 @@ def choose_aligned(
                 reasons[name] = Reason.LinkTopologyUnsatisfied
                 continue
             quality, placed = found
-            key = quality.key(anchor.fellows.get(name, 0), ranks[name])
+            key = quality.key(anchor.peers.get(name, 0), ranks[name])
             if best is None or key > best[0]:
                 holding = holding_of(name, views[name].uuids, demand, placed)
-                best = key, name, holding, placed.instead
+                best = key, name, holding, placed.fallback
     if best is None:
         return Choice("", None, reasons), ANYWHERE
-    key, name, holding, instead = best
-    return Choice(name, holding, reasons, instead), key.nearness
+    key, name, holding, fallback = best
+    return Choice(name, holding, reasons, fallback), key.nearness
 
 
-def too_far(book: Book, demand: Demand, names: Iterable[str], fellows: Collection[str]) -> set[str]:
-    """Return those of the named Nodes, on which a pod fits by `Book`, that it must not go to,
-    because it would be away from its fellows there. Arguments as in `choose_aligned`.
+def too_far(book: Book, demand: Demand, names: Iterable[str], peers: Collection[str]) -> set[str]:
+    """Return those of the named Nodes that a pod must not go to, because it would be too far from
+    its peers there. Each of them has room for the pod by `Book`. Arguments as in `choose_aligned`.
     """
-    if (search := _strict_search(book, demand, fellows)) is None:
+    if (search := _strict_search(book, demand, peers)) is None:
         return set()
     views = ((name, book.cards_in_use(name)) for name in names)
     return {name for name, view in views if view and search.place(name, view) is None}
 
 
 def survey_aligned(
-    book: Book, demand: Demand, fellows: Collection[str], named: Iterable[Reason] = ()
+    book: Book, demand: Demand, peers: Collection[str], named: Iterable[Reason] = ()
 ) -> Survey:
-    """Ask all Nodes with cards as `Book.survey` does, and whether they are near to the fellows."""
+    """Compare a demand with all Nodes as `Book.survey` does, and also check the nearness to
+    peers.
+    """
     found = book.survey(demand, named)
-    if not found.may_fit or demand.names_cards:  # of one that names cards nothing is known
+    if not found.may_fit or demand.names_cards:  # no verdicts are kept for such a demand
         return found
-    if (search := _strict_search(book, demand, fellows)) is None:
+    if (search := _strict_search(book, demand, peers)) is None:
         return found
     fitting, _ = book.ranks(demand, book.names())
     is_near = is_far = False
@@ -238,12 +244,12 @@ def survey_aligned(
     return Survey(is_near, tuple(each for each in Reason if each in reasons))
 
 
-def _strict_search(book: Book, demand: Demand, fellows: Collection[str]) -> _Search | None:
-    """Return the search for a pod that must be near its fellows; None where it need not be."""
-    if demand.topology_mode != LINK_STRICT or not fellows:
+def _strict_search(book: Book, demand: Demand, peers: Collection[str]) -> _Search | None:
+    """Return the search for a pod that must be near its peers; None where it need not be."""
+    if demand.topology_mode != LINK_STRICT or not peers:
         return None
-    anchor = anchor_of(book, fellows)
-    return _Search(demand, anchor, 0) if anchor.fellows else None
+    anchor = anchor_of(book, peers)
+    return _Search(demand, anchor, 0) if anchor.peers else None
 
 
 def components_of(hardware: Hardware) -> tuple[Component, ...]:
@@ -259,9 +265,11 @@ def components_of(hardware: Hardware) -> tuple[Component, ...]:
 
 
 class Components:
-    """The components of kinds of Nodes, found once.
+    """The components of Nodes, computed once for each kind of hardware.
 
-    State: by hardware, which is kept, so that no other one gets its id.
+    State: the components by the id of the `Hardware` object, with that object, so that the id is
+        not
+    used again.
     """
 
     def __init__(self) -> None:
@@ -281,28 +289,28 @@ def _domain(view: CardsInUse, place: int, component: Component) -> Domain:
 
 
 class _Search:
-    """Places one pod on Nodes. Nodes that look the same are compared once.
+    """Places one pod on Nodes. Nodes in the same state are compared once.
 
-    State: what was found, by what counts of a Node.
+    State: the results, by the key of a Node (`_key`).
     """
 
     def __init__(self, demand: Demand, anchor: Anchor, waiting: int) -> None:
         self._demand, self._anchor, self._waiting = demand, anchor, waiting
         self._components = Components()
-        self._windows: dict[Hashable, list[_Window]] = {}
+        self._card_sets: dict[Hashable, list[_CardSet]] = {}
         self._places: dict[Hashable, tuple[_Quality, Placement] | None] = {}
 
     @property
     def states(self) -> int:
-        """The number of searched Nodes that do not look the same."""
+        """The number of different Nodes that were searched."""
         return len(self._places)
 
     def best_case(self, name: str, view: CardsInUse) -> _Quality:
-        """Return how good a place on a Node may be; none is better."""
-        return max(window.quality for window in self._tried(name, view))
+        """Return the quality of the best set of cards of a Node, whether it has room or not."""
+        return max(card_set.quality for card_set in self._tried(name, view))
 
     def place(self, name: str, view: CardsInUse) -> tuple[_Quality, Placement] | None:
-        """Return a place on a Node; None where the pod must not go there."""
+        """Return the cards on a Node and their quality; None where the pod must not go there."""
         key = self._key(name, view)
         if key not in self._places:
             self._places[key] = self._place(name, view)
@@ -312,37 +320,38 @@ class _Search:
         demand = self._demand
         bad = unwanted(demand, view.hardware, view.uuids)
         every = set(range(len(view.hardware.cards)))
-        for window in self._tried(name, view):
-            outside = dict.fromkeys(every.difference(window.cards), Reason.LinkTopologyUnsatisfied)
+        for card_set in self._tried(name, view):
+            others = every.difference(card_set.cards)
+            outside = dict.fromkeys(others, Reason.LinkTopologyUnsatisfied)
             placed = allocate(demand, view.hardware, view.taken, outside | bad)
             if isinstance(placed, Placement):
-                return window.quality, placed
+                return card_set.quality, placed
         return None
 
     def _key(self, name: str, view: CardsInUse) -> Hashable:
-        own = name if name in self._anchor.fellows or self._demand.names_cards else ""
+        own = name if name in self._anchor.peers or self._demand.names_cards else ""
         return view.state, view.rails, own
 
-    def _tried(self, name: str, view: CardsInUse) -> list[_Window]:
+    def _tried(self, name: str, view: CardsInUse) -> list[_CardSet]:
         """Return the cards to try, in order."""
         key = self._key(name, view)
-        if (found := self._windows.get(key)) is None:
-            found = self._windows[key] = self._find_windows(name, view)
+        if (found := self._card_sets.get(key)) is None:
+            found = self._card_sets[key] = self._find_card_sets(name, view)
         return found
 
-    def _find_windows(self, name: str, view: CardsInUse) -> list[_Window]:
+    def _find_card_sets(self, name: str, view: CardsInUse) -> list[_CardSet]:
         found = [
-            _Window(cards, _Quality(nearness, True, self._room(view, cards)))
-            for nearness, cards in windows(self._anchor, name, view, self._components)
+            _CardSet(cards, _Quality(nearness, True, self._room(view, cards)))
+            for nearness, cards in card_sets_near(self._anchor, name, view, self._components)
         ]
         if found and self._demand.topology_mode == LINK_STRICT:
             return found
-        if not self._anchor.fellows and self._waiting:
+        if not self._anchor.peers and self._waiting:
             found = self._for_the_first(view)
         every = tuple(range(len(view.hardware.cards)))
-        return [*found, _Window(every, _Quality(ANYWHERE, False, self._room(view, every)))]
+        return [*found, _CardSet(every, _Quality(ANYWHERE, False, self._room(view, every)))]
 
-    def _for_the_first(self, view: CardsInUse) -> list[_Window]:
+    def _for_the_first(self, view: CardsInUse) -> list[_CardSet]:
         """Return the components for the first pod of a group: the smallest with room for all of it,
         otherwise the one with the most.
         """
@@ -359,7 +368,7 @@ class _Search:
             ),
         )
         return [
-            _Window(cards, _Quality(ANYWHERE, True, min(rooms[cards], self._waiting + 1)))
+            _CardSet(cards, _Quality(ANYWHERE, True, min(rooms[cards], self._waiting + 1)))
             for cards in order
         ]
 
@@ -371,8 +380,8 @@ class _Search:
 
 
 def room_for(demand: Demand, hardware: Hardware, taken: Sequence[Amounts], cards: Component) -> int:
-    """Return for how many pods with this demand the cards have about room: exactly where a pod has
-    one container, and never too few.
+    """Return the number of pods with this demand that the cards have room for: exact if a pod has
+    one container, otherwise perhaps too high.
     """
     return min(
         (

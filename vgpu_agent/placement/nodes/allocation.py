@@ -1,7 +1,7 @@
 """Place the containers of a pod on the cards of one Node (vgpu-manager §5.5).
 
-Pure functions on the state of a Node. The choice among fitting cards is the agent's own
-(`placement.topology`).
+Pure functions on the state of a Node. The choice among the cards with room is the same as on a
+node (`placement.topology`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vgpu_agent.placement.topology import (
     Candidate,
     Links,
     by_topology,
-    favour,
     in_order,
+    policy_score,
 )
 from vgpu_agent.pods import ContainerKind
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Amounts = tuple[int, int, int]
 NOTHING: Amounts = (0, 0, 0)
 
-_RANK = OTHERS - 1  # no other family is known here, so all cards have the same
+_RANK = OTHERS - 1  # of all cards: the families that cards serve are not known here
 
 
 class CardClaim(msgspec.Struct, frozen=True):
@@ -54,14 +54,14 @@ class Placement(msgspec.Struct, frozen=True):
 
     Attributes:
         claims: of each container of the demand, in its order; by number of the cards.
-        footprint: card → what the pod takes of it while most of it runs (`footprint`).
-        instead: how the cards belong together where the pod's topology mode could not be followed;
-            empty where it was, or there is none.
+        footprint: card → the amounts that the pod takes of it (`footprint`).
+        fallback: what the cards have instead where the pod's topology mode could not be followed;
+            empty where it was followed, or there is none.
     """
 
     claims: tuple[tuple[CardClaim, ...], ...]
     footprint: Mapping[int, Amounts]
-    instead: str = ""
+    fallback: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -84,9 +84,9 @@ def add(one: Amounts, other: Amounts) -> Amounts:
 def footprint(
     kinds: Sequence[ContainerKind], claims: Sequence[Sequence[CardClaim]]
 ) -> dict[int, Amounts]:
-    """Return what a pod takes of each card: that of its sidecars, and the larger of what all main
-    containers take together and what any init container takes, each amount by itself
-    (vgpu-manager §4.4).
+    """Return the amounts that a pod takes of each card at most: those of its sidecars, plus the
+    larger of the sum of its main containers and the largest of its init containers. Slots, memory
+    and compute are computed separately (vgpu-manager §4.4).
 
     Args:
         kinds: of the containers.
@@ -136,16 +136,16 @@ def allocate(
         for kind in ContainerKind
     }
 
-    instead = ""
+    fallback = ""
 
     def cards(number: int, among: Collection[int] | None = None) -> Sequence[CardClaim] | Refusal:
-        nonlocal instead
+        nonlocal fallback
         found = _cards(
             demand, demand.containers[number], hardware, left, unwanted or {}, among=among
         )
         if isinstance(found, Refusal):
             return found
-        instead = instead or found.instead
+        fallback = fallback or found.fallback
         return found.claims
 
     for number in (*numbers[ContainerKind.SIDECAR], *numbers[ContainerKind.MAIN]):
@@ -155,7 +155,8 @@ def allocate(
         claims[number] = tuple(found)
         left = _with(left, found)
     used = {claim.card for each in claims.values() for claim in each}
-    # An init container runs alone beside the sidecars, at best on cards that the pod has anyway.
+    # An init container runs alone beside the sidecars. It gets cards that the pod has anyway, if
+    # they have room.
     left = taken
     for number in numbers[ContainerKind.SIDECAR]:
         left = _with(left, claims[number])
@@ -168,7 +169,7 @@ def allocate(
         claims[number] = tuple(found)
     ordered = tuple(claims[number] for number in range(len(demand.containers)))
     kinds = [each.kind for each in demand.containers]
-    return Placement(ordered, footprint(kinds, ordered), instead)
+    return Placement(ordered, footprint(kinds, ordered), fallback)
 
 
 def card_reasons(
@@ -177,11 +178,11 @@ def card_reasons(
     taken: Sequence[Amounts],
     unwanted: Mapping[int, Reason] | None = None,
 ) -> Mapping[Reason, int]:
-    """Return why single cards cannot serve the pod, for people: reason → number of cards.
+    """Return why single cards cannot serve the pod, for explanations: reason → number of cards.
 
-    They are those of the first container for which too few cards are left while no other container
-    of the pod has any; empty where each container fits alone. That the pod does not want a card
-    comes before that the card is full. Arguments as in `allocate`.
+    Each container is compared with the Node as if it was the pod's only one. The reasons are those
+    of the first container that does not fit; empty where each container fits. If the pod does not
+    want a card that is also full, the first reason counts. Arguments as in `allocate`.
     """
     skipped = unwanted or {}
     for container in demand.containers:
@@ -225,8 +226,8 @@ def _refused_by_node(
     taken: Sequence[Amounts],
     unwanted: Mapping[int, Reason],
 ) -> Refusal | None:
-    """Return the first of the cheap reasons for which the Node cannot serve the pod
-    (vgpu-manager §5.2, 3e), None where there is none.
+    """Return a reason for which the Node cannot serve the pod that is found from sums over all
+    cards, without choosing cards (vgpu-manager §5.2, 3e); None where there is none.
     """
     if demand.memory_policy and demand.memory_policy != (
         VIRTUAL if hardware.is_oversold else PHYSICAL
@@ -267,10 +268,10 @@ def _refused_by_node(
 
 
 class _ContainerCards(NamedTuple):
-    """The cards of one container; ``instead`` as in `Placement`."""
+    """The cards of one container; ``fallback`` as in `Placement`."""
 
     claims: tuple[CardClaim, ...]
-    instead: str
+    fallback: str
 
 
 def _cards(
@@ -282,7 +283,7 @@ def _cards(
     *,
     among: Collection[int] | None,
 ) -> _ContainerCards | Refusal:
-    """Choose the cards of one container, ``among`` some or all of the Node's."""
+    """Choose the cards of one container, from the numbers in ``among`` or, if None, from all."""
     reasons: collections.Counter[Reason] = collections.Counter()
     candidates = []
     for number, card in enumerate(hardware.cards):
@@ -300,7 +301,7 @@ def _cards(
                 (card.memory_mib - memory) / max(card.memory_mib, 1),
                 (card.cores_percent - cores) / card.cores_percent,
             )
-            score = favour(demand.device_policy, parts)
+            score = policy_score(demand.device_policy, parts)
         candidates.append(Candidate(str(number), number, card.numa, _RANK, score))
     if len(candidates) < container.number:
         [(most, _)] = reasons.most_common(1) or [(Reason.InsufficientGPUCards, 0)]
@@ -326,7 +327,7 @@ def _cards(
         )
         for number in sorted(card.number for card in chosen.cards)
     )
-    return _ContainerCards(claims, chosen.instead)
+    return _ContainerCards(claims, chosen.fallback)
 
 
 _NO_LINKS = Links({}, ())

@@ -1,8 +1,8 @@
-"""The cards of all Nodes and what pods hold of them, in memory: the extender's one state.
+"""The book: the cards of all Nodes, and the amounts that pods hold of them, in memory.
 
-Fed by the watches of Nodes and pods, and by the extender's own reservations. Nothing is read again
-for a pod that is to be placed. Nodes with equal cards of which equal parts are taken share a
-`State`, so a demand is compared with each state once and not with each Node.
+Updated by the watches of Nodes and pods, and by the extender's promises. To place a pod needs no
+other data. Nodes with equal cards of which equal amounts are taken share a `State`, so a demand is
+compared with each state once and not with each Node.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 # Demands whose verdicts are kept, and how many for each.
 _MAX_DEMANDS, _MAX_VERDICTS = 32, 8192
-# States that are found again, of all hardware together: a few times the Nodes of a large cluster.
+# States that are kept for reuse, of all hardware together: a few times the Nodes of a large
+# cluster.
 _MAX_STATES = 16_384
 
 
@@ -65,13 +66,13 @@ class Choice(msgspec.Struct, frozen=True):
         node: its name; empty where the pod fits on none.
         holding: what the pod would hold there; None where it fits on none.
         reasons: Node → why not, of those that do not fit.
-        instead: see `Placement`; empty where that is not known.
+        fallback: see `Placement`; empty where there is no placement.
     """
 
     node: str
     holding: Holding | None
     reasons: Mapping[str, Reason]
-    instead: str = ""
+    fallback: str = ""
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ class Survey(msgspec.Struct, frozen=True):
 
     Attributes:
         may_fit: a Node has room, or it would take too long to tell.
-        reasons: why there is none on the others, in the order of `Reason`.
+        reasons: why the other Nodes have none, in the order of `Reason`.
     """
 
     may_fit: bool
@@ -87,7 +88,7 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 class State:
-    """Cards and what is taken of them; Nodes that look the same have the same one."""
+    """Cards, and the amounts that are taken of them; equal Nodes share one object."""
 
     __slots__ = ("hardware", "taken")
 
@@ -105,8 +106,7 @@ class CardsInUse(msgspec.Struct, frozen=True):
         holdings: UID of a pod → what it holds.
         footprints: UID of a pod → card → what it takes of it.
         rails: see `NodeCards`.
-        state: the same number for Nodes with equal cards of which equal parts are taken; until the
-            book is changed.
+        state: a number that is equal for Nodes that share a `State`; valid until the book changes.
     """
 
     hardware: Hardware
@@ -119,7 +119,7 @@ class CardsInUse(msgspec.Struct, frozen=True):
 
 
 class NodeView(msgspec.Struct, frozen=True, gc=False):
-    """A Node at one moment; what happens in the book afterwards does not change it.
+    """A Node at one moment; later changes of the book do not change it.
 
     Attributes:
         name: of the Node.
@@ -136,7 +136,7 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
     holdings: Mapping[str, Holding]
 
     def place(self, demand: Demand) -> Placement | Refusal:
-        """Return where the cards of a pod would be, or why it does not fit."""
+        """Return the cards that a pod would get, or why it does not fit."""
         if self.state is None:
             return Refusal(self.unfit.reason if self.unfit else Reason.NodeCacheMiss)
         return allocate(demand, self.state.hardware, self.state.taken, self.unwanted(demand))
@@ -147,7 +147,9 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """The answer of a state to a demand: why it does not fit, or how good it is."""
+    """The result of comparing a demand with a state: why it does not fit, or the rank of the
+    Node.
+    """
 
     reason: Reason | None
     rank: tuple[int, float] = (0, 0.0)
@@ -157,8 +159,8 @@ class _Verdict(msgspec.Struct, frozen=True):
 class _Node:
     """One Node.
 
-    State: why no pod fits on it at all, with a note for people, the UUIDs of its cards, its pods'
-    holdings and footprints by UID, and, where it has cards, what is taken of these.
+    State: why no pod fits on it at all, with a note for explanations, the UUIDs of its cards, its
+    pods' holdings and footprints by UID, and, where it has cards, the amounts taken of these.
     """
 
     __slots__ = ("footprints", "holdings", "note", "rails", "state", "states", "unfit", "uuids")
@@ -173,11 +175,11 @@ class _Node:
         self.states: _States | None = None  # those of its hardware
 
 
-class _Room:
-    """The room for states of all hardware, which have one bound: a cluster may have many kinds of
-    Nodes.
+class _StateLimit:
+    """The limit on the number of kept states of all hardware together: a cluster may have many
+    kinds of Nodes.
 
-    State: the number of states that are found again.
+    State: the number of kept states.
     """
 
     __slots__ = ("_kinds", "_number")
@@ -186,14 +188,16 @@ class _Room:
         self._kinds, self._number = kinds, 0
 
     def take(self) -> None:
-        """Take the room of one state, if need be that of the hardware that has the most."""
+        """Count one more state; at the limit, first drop those of the hardware that has the
+        most.
+        """
         if self._number >= _MAX_STATES:
             self.free(max(self._kinds.values(), key=lambda each: len(each.by_taken)))
         self._number += 1
 
     def free(self, states: _States) -> None:
-        """Free the room of one hardware. States that Nodes have stay, and are only not found
-        again.
+        """Drop the kept states of one hardware. States that Nodes have stay in use, but new Nodes
+        do not share them.
         """
         self._number -= len(states.by_taken)
         states.by_taken.clear()
@@ -202,17 +206,17 @@ class _Room:
 class _States:
     """The states of Nodes with equal hardware, by what is taken."""
 
-    __slots__ = ("_room", "by_taken", "hardware", "nodes")
+    __slots__ = ("_limit", "by_taken", "hardware", "nodes")
 
-    def __init__(self, hardware: Hardware, room: _Room) -> None:
-        self.hardware, self._room = hardware, room
-        self.nodes = 0  # how many have it
+    def __init__(self, hardware: Hardware, limit: _StateLimit) -> None:
+        self.hardware, self._limit = hardware, limit
+        self.nodes = 0  # the number of Nodes with this hardware
         self.by_taken: dict[tuple[Amounts, ...], State] = {}
 
     def state(self, taken: tuple[Amounts, ...]) -> State:
-        """Return the one state with that taken."""
+        """Return the shared state with these taken amounts."""
         if (found := self.by_taken.get(taken)) is None:
-            self._room.take()
+            self._limit.take()
             found = self.by_taken[taken] = State(self.hardware, taken)
         return found
 
@@ -220,22 +224,22 @@ class _States:
 class Book:
     """The book of all cards; see the module.
 
-    State: in memory only. Nodes that were described, holdings by the pods' UIDs, and verdicts.
+    State: in memory only: the Nodes, the holdings by the pods' UIDs, and verdicts.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}  # UID of a pod → its Node
         self._states: dict[Hardware, _States] = {}
-        self._room = _Room(self._states)
+        self._limit = _StateLimit(self._states)
         self._verdicts: collections.OrderedDict[Demand, dict[object, _Verdict]] = (
             collections.OrderedDict()
         )
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- Nodes and holdings ------------------------------------------------------------------------
 
     def put_node(self, name: str, described: NodeCards | Unfit) -> None:
-        """Describe a Node, known or new."""
+        """Record the description of a Node, known or new."""
         node = self._nodes.setdefault(name, _Node())
         states = None
         if isinstance(described, Unfit):
@@ -244,7 +248,7 @@ class Book:
         else:
             hardware = described.hardware
             node.uuids, node.rails = described.uuids, described.rails
-            states = self._states.setdefault(hardware, _States(hardware, self._room))
+            states = self._states.setdefault(hardware, _States(hardware, self._limit))
             states.nodes += 1  # before the old ones go, which may be the same
         self._drop_states(node)
         node.states = states
@@ -264,11 +268,11 @@ class Book:
             del self._nodes[name]
 
     def _drop_states(self, node: _Node) -> None:
-        """Take the Node off its hardware, whose states go with its last Node."""
+        """Remove the Node from its hardware, whose states are dropped with its last Node."""
         if node.states is not None:
             node.states.nodes -= 1
             if not node.states.nodes:
-                self._room.free(node.states)
+                self._limit.free(node.states)
                 del self._states[node.states.hardware]
             node.states = None
 
@@ -300,7 +304,7 @@ class Book:
         return holding
 
     def taken(self, name: str) -> tuple[Amounts, ...]:
-        """Return what pods take of each card of a Node: slots, MiB, percent; empty where it is not
+        """Return the amounts that pods take of each card of a Node; empty where it is not
         described.
         """
         node = self._nodes.get(name)
@@ -334,8 +338,8 @@ class Book:
         )
 
     def can_keep(self, uid: str) -> bool:
-        """Tell whether the Node has all cards that a pod holds, none of them is blocked, and none
-        gives more than it has.
+        """Tell whether a pod can keep its cards: the Node has all of them, none is blocked, and
+        none is overcommitted.
         """
         if (holding := self.holding(uid)) is None:
             return False
@@ -376,7 +380,7 @@ class Book:
             for name, node in sorted(self._nodes.items())
         ]
 
-    # -- where a pod goes --------------------------------------------------------------------------
+    # -- comparing demands with Nodes --------------------------------------------------------------
 
     def node_states(self) -> dict[str, int]:
         """Return the number of Nodes by state: ``usable``, or the code of why no pod fits there."""
@@ -390,15 +394,16 @@ class Book:
     def choose(self, demand: Demand, names: Iterable[str]) -> Choice:
         """Return the best of the named Nodes for a pod that holds nothing.
 
-        Nodes are ranked by the topology mode, then by the policy over Nodes; without a policy the
-        first named one wins, otherwise the one whose name comes first (vgpu-manager §5.4).
+        Nodes are ranked by the topology mode, then by the policy over Nodes. Ties go to the first
+        name in ``names`` without a policy, otherwise to the alphabetically first (vgpu-manager
+        §5.4).
         """
         verdict_of, table = self._verdict_of(demand), self._table(demand)
         by_name = demand.node_policy != NONE
         nodes = self._nodes
         reasons: dict[str, Reason] = {}
         best, best_rank = "", (-1, 0.0)
-        for name in names:  # thousands of them for each pod, so nothing is called that need not be
+        for name in names:  # thousands for each pod, so this loop avoids function calls
             if (node := nodes.get(name)) is None:
                 verdict = _UNKNOWN
             elif (known := table.get(node.state)) is None:
@@ -416,7 +421,7 @@ class Book:
             placed = _place(demand, node.state, node.uuids) if node.state else None
             if isinstance(placed, Placement):
                 holding = holding_of(best, node.uuids, demand, placed)
-                return Choice(best, holding, reasons, placed.instead)
+                return Choice(best, holding, reasons, placed.fallback)
         return Choice("", None, reasons)
 
     def refusals(
@@ -424,7 +429,7 @@ class Book:
     ) -> Mapping[str, Refusal | None]:
         """Return why a pod does not fit on each of the named Nodes, None where it fits.
 
-        What the pod with the UID ``without`` holds counts for nothing.
+        The cards that the pod with the UID ``without`` holds count as free.
         """
         verdict_of = self._verdict_of(demand)
         own = self._node_of.get(without, "")
@@ -443,9 +448,10 @@ class Book:
         return found
 
     def survey(self, demand: Demand, named: Iterable[Reason]) -> Survey:
-        """Ask all Nodes with cards, whichever a scheduler has named; without any, say why there are
-        none. A demand that names cards would have to be compared with each Node, so only what the
-        named ones say counts for it.
+        """Compare a demand with all Nodes with cards, not only with those that a scheduler has
+        named; if no Node has cards, return why. A demand that names cards would have to be compared
+        with each Node. So for such a demand the result has the reasons of the named Nodes, and
+        others may fit.
         """
         if demand.names_cards:
             found = set(named)
@@ -505,7 +511,7 @@ class Book:
         return known
 
     def _table(self, demand: Demand) -> dict[object, _Verdict]:
-        """Return the verdicts that are known; of a demand that names cards none are kept."""
+        """Return the known verdicts of a demand; none are kept for a demand that names cards."""
         if demand.names_cards:
             return {}
         table = self._verdicts.setdefault(demand, {})
@@ -564,7 +570,7 @@ def holding_of(name: str, uuids: Sequence[str], demand: Demand, placed: Placemen
 
 
 def _refresh(node: _Node) -> None:
-    """Find the Node's state anew, after its description or its holdings have changed."""
+    """Compute the Node's state, after its description or its holdings have changed."""
     node.state = (
         node.states.state(_sum(node.uuids, node.footprints.values())) if node.states else None
     )
@@ -576,7 +582,7 @@ def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[i
     if not (demand.include_types or demand.exclude_types or demand.names_cards):
         return found
     types = demand.include_types, demand.exclude_types
-    # Of many entries most are on no card of the Node, which one look at all its UUIDs shows.
+    # Most of many entries are on no card of the Node, which one search in all UUIDs shows.
     together = "\n".join(uuids).lower()
     included = [entry for entry in demand.include_uuids if entry in together]
     excluded = [entry for entry in demand.exclude_uuids if entry in together]
@@ -601,8 +607,8 @@ def _is_model_wanted(
 
 
 def _footprint(uuids: Sequence[str], holding: Holding) -> Mapping[int, Amounts]:
-    """Return what a pod takes of each card; cards that the Node does not have any more count for
-    nothing.
+    """Return the amounts that a pod takes of each card, without cards that the Node no longer
+    has.
     """
     numbers = {uuid: number for number, uuid in enumerate(uuids)}
     claims = [

@@ -1,8 +1,8 @@
-"""The pods that a PodDisruptionBudget lets go, and the victims that are too many.
+"""PodDisruptionBudgets: the disruptions that they allow, and the victims beyond that.
 
-The disruption controller keeps the number in the budget's status; kube-scheduler counts victims
-against it in the same way. An empty selector selects all pods of the namespace, also those without
-labels (policy/v1); older kube-schedulers take it for one that selects none.
+The disruption controller keeps the number of allowed disruptions in the budget's status, and
+kube-scheduler counts victims against it. So does this module. An empty selector selects all pods of
+the namespace, also those without labels (policy/v1). In older kube-schedulers it selects none.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Budget(msgspec.Struct, frozen=True):
     """A PodDisruptionBudget.
 
     Attributes:
-        namespace: the one whose pods it is about.
+        namespace: of the object and of its pods.
         name: of the object.
         selector: of the pods; None selects none.
-        allowed: how many of its pods may be displaced now.
-        disrupted: names of pods whose eviction is counted in ``allowed`` already.
+        allowed: the number of its pods that may be disrupted now (``disruptionsAllowed``).
+        disrupted: names of pods whose eviction ``allowed`` includes already (``disruptedPods``).
     """
 
     namespace: str
@@ -78,7 +78,7 @@ class Budget(msgspec.Struct, frozen=True):
 class Budgets:
     """All budgets of a cluster.
 
-    State: in memory, from the watch; and which of them concern which labels.
+    State: in memory, from the watch; and the budgets by the labels that they select.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Budgets:
         self._concerning: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[Budget, ...]] = {}
 
     def put(self, budget: Budget) -> None:
-        """Take over a budget that is new or has changed."""
+        """Record a budget that is new or has changed."""
         self._by_namespace.setdefault(budget.namespace, {})[budget.key] = budget
         self._concerning.clear()
 
@@ -96,19 +96,19 @@ class Budgets:
         self._concerning.clear()
 
     def violating(self, pods: Iterable[SchedulingFacts]) -> set[int]:
-        """Return the places of those pods whose loss, with that of all before them, is more than a
-        budget allows.
+        """Return the positions of those pods whose loss, after that of all pods before them, is
+        more than a budget allows.
         """
         count = self.count()
         return {place for place, pod in enumerate(pods) if not count.lose(pod)}
 
-    def count(self) -> Count:
-        """Begin to count losses."""
-        return Count(self)
+    def count(self) -> LossCount:
+        """Return a new count of losses."""
+        return LossCount(self)
 
     def of(self, pod: SchedulingFacts) -> Iterable[Budget]:
-        """Yield the budgets that the loss of a pod counts against. One that is being deleted is
-        lost already.
+        """Yield the budgets that the loss of a pod counts against; none if it is being deleted,
+        because it is lost already.
         """
         if pod.deleting or pod.namespace not in self._by_namespace:
             return ()
@@ -124,7 +124,7 @@ class Budgets:
         return (budget for budget in found if pod.name not in budget.disrupted)
 
 
-class Count:
+class LossCount:
     """Losses of pods, counted against budgets.
 
     State: what is left of each budget.

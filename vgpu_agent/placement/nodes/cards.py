@@ -14,11 +14,11 @@ class Card(msgspec.Struct, frozen=True):
     """A card of a Node; its number is its place among the Node's cards.
 
     Attributes:
-        blocked: why nothing of it may be given to a new container; None where it may.
+        blocked: why no new container may get a share of it; None where one may.
         model: the product name.
         memory_mib: the memory with which it is offered.
         cores_percent: the compute with which it is offered.
-        slots: for how many containers.
+        slots: the number of containers that may share it.
         numa: its NUMA node; None where it is not known.
     """
 
@@ -53,8 +53,8 @@ class NodeCards(msgspec.Struct, frozen=True):
     Attributes:
         hardware: its cards.
         uuids: of the cards, by number.
-        rails: of the cards, by number: what the operator calls the network that a card is nearest
-            to, empty for none; no entries where the operator has said nothing.
+        rails: by number of the card, the operator's name of the network that the card is nearest
+            to; empty text for none, and an empty tuple where the operator has named none.
     """
 
     hardware: Hardware
@@ -67,7 +67,7 @@ class Unfit(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: for schedulers and metrics.
-        note: what exactly is wrong, for people; empty where the reason says all.
+        note: details for explanations; empty where the reason says all.
     """
 
     reason: Reason

@@ -1,7 +1,7 @@
 """The demand of a pod: what its containers ask for and how its cards are to be chosen.
 
-Pods of one job have equal demands, so what follows from a demand for the cards of a Node is
-computed once for all of them (`book`).
+Pods of one job have equal demands, so a demand is compared with the cards of a Node once for all of
+them (`book`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ContainerDemand(msgspec.Struct, frozen=True):
         kind: when it runs.
         number: of cards, at least 1.
         cores_percent: compute; 0 for no limit.
-        memory_units: memory in units of the Node; None for a part of the card's.
-        memory_percent: that part.
-        alone: nothing else may be on the card.
+        memory_units: memory in units of the Node; None for a percentage of the card's memory.
+        memory_percent: that percentage.
+        alone: no other container may be on the card.
     """
 
     kind: ContainerKind
@@ -53,10 +53,10 @@ class Demand(msgspec.Struct, frozen=True):
         memory_policy: `VIRTUAL`, `PHYSICAL`, or empty for both.
         include_types: a card's product name must contain one of these words, if there are any.
         exclude_types: it must contain none of these.
-        types_cut_numbers: ``A10`` among these words also means ``A100``, as for vgpu-manager.
+        types_cut_numbers: ``A10`` among these words also matches ``A100``, as in vgpu-manager.
         include_uuids: a card's UUID must contain one of these texts, if there are any.
         exclude_uuids: it must contain none of these.
-        aligned: the links to the cards of the pod's group count, too (`alignment`).
+        aligned: the pod is to be placed near its peers (`alignment`).
     """
 
     containers: tuple[ContainerDemand, ...]
@@ -73,7 +73,7 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def names_cards(self) -> bool:
-        """Tell whether it depends on the UUIDs of a Node's cards which of them fit."""
+        """Tell whether the demand selects cards by UUID."""
         return bool(self.include_uuids or self.exclude_uuids)
 
     @property
@@ -90,10 +90,10 @@ class PodDemand(msgspec.Struct, frozen=True):
 
 
 def total(demand: Demand, memory_factor: int, whole_card_mib: int) -> tuple[int, int, int]:
-    """Return slots, MiB of memory and percent of compute that the pod takes in all while most of it
-    runs: its sidecars, and all main containers or the init container that asks for most.
+    """Return slots, MiB of memory and percent of compute that the pod takes at most, summed over
+    its cards: its sidecars, plus all main containers or the init container that asks for most.
 
-    ``whole_card_mib`` is the memory that a container takes that asks for all of a card's.
+    ``whole_card_mib`` is the memory of a card, for containers that ask for a percentage of it.
     """
 
     def of(container: ContainerDemand) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The choice of the best Node of those that fit a pod (vgpu-manager §5.4)."""
+"""The rank of a Node among those on which a pod fits (vgpu-manager §5.4)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.cards import Hardware
     from vgpu_agent.placement.nodes.demand import Demand
 
-# The types of links from which on cards belong together, by fitness (vgpu-manager §5.4, §5.6).
+# Fitness, and the least type of link with which cards count as linked (vgpu-manager §5.4, §5.6).
 _LINK_FITNESS = ((5, 7), (4, 4), (3, 2), (2, 1))
 _MIB_PER_WEIGHT = 1024
 
@@ -39,7 +39,7 @@ def rank(
         footprint: what the pod would take.
     """
     mode = demand.topology_mode
-    # to look it up, too, takes its time: all cards and links are compared
+    # without a mode not even looked up in the cache, which hashes all cards and links
     fitness = _fitness(hardware, mode, demand.most_cards) if mode != NONE else 0
     return fitness, _score(demand, hardware, taken, footprint)
 
@@ -62,7 +62,7 @@ def _fitness(hardware: Hardware, mode: str, cards: int) -> int:
             return types.get((one, other), 0) >= least
 
         groups = components(every, linked)
-        # a card alone counts where it has a peer, in use or not
+        # one card counts only if it is linked to another one, in use or not
         if any(len(group) >= max(cards, 2) for group in groups):
             return fitness
     return 1
@@ -100,7 +100,7 @@ def _score(
 
 @functools.lru_cache(maxsize=1024)
 def _weights(demand: Demand) -> tuple[float, float, float]:
-    """Return how much slots, memory and compute of a Node count; they depend on the pod alone."""
+    """Return the weights of slots, memory and compute; they depend on the demand only."""
     number, memory, cores = total(demand, 1, 0)
     parts = (
         float(number),

@@ -1,9 +1,9 @@
-"""A demand against all Nodes of a cluster, for people: why each Node cannot take the pod, how many
-such pods fit, and which smaller demand would fit.
+"""A demand compared with all Nodes of a cluster, for ``/explain``: why each Node cannot take the
+pod, how many such pods fit, and which smaller demand would fit.
 
 A cluster has thousands of Nodes, and the caller has other work to do. So each function is a
 generator that yields after each small piece of work, mostly less than a millisecond, and returns
-its result (`finish`). It works on views, which nothing changes meanwhile.
+its result (`finish`). It works on views, which do not change meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _WITHOUT_STRICT = {LINK_STRICT: LINK, NUMA_STRICT: NUMA}
 
 
 class Group(msgspec.Struct, frozen=True, gc=False):
-    """Nodes that answer a demand alike, because their cards are alike and alike in use.
+    """Nodes with the same result for a demand, because they have equal cards that are equally in
+    use.
 
     Attributes:
         views: the Nodes.
@@ -76,7 +77,7 @@ class Change(msgspec.Struct, frozen=True):
     Attributes:
         field: of the demand that changes: ``memory_units``, ``cores_percent``, ``number``,
             ``topology_mode``, ``memory_policy``, ``types`` or ``uuids``.
-        value: for an amount, the largest with which it fits; otherwise the new word, empty for
+        value: for an amount, the largest with which it fits; otherwise the new value, empty for
             none.
         nodes: the number of Nodes on which it would fit.
     """
@@ -99,7 +100,7 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 def finish(work: Generator[None, None, T]) -> T:
-    """Do all of a work at once and return its result."""
+    """Run a generator to its end and return its result."""
     while True:
         try:
             next(work)
@@ -179,7 +180,7 @@ class _CardByCard:
         return count
 
     def _alone(self, hardware: Hardware) -> list[tuple[Hardware, int]]:
-        """Return each card as if it was its Node's only one, and its kind."""
+        """Return each card as the hardware of a Node with this card only, and its kind."""
         if (found := self._of_cards.get(id(hardware))) is None:
             found = self._of_cards[id(hardware)] = []
             for card in hardware.cards:
@@ -189,8 +190,8 @@ class _CardByCard:
 
 
 def _takes_any_card(demand: Demand) -> bool:
-    """Tell whether each pod takes one card, and any that it fits on: then cards do not influence
-    each other, and equal ones are counted once.
+    """Tell whether each pod takes one card, and may take any that has room. Then cards can be
+    counted one by one, and equal ones once.
     """
     return (
         len(demand.containers) == 1
@@ -242,7 +243,7 @@ def changes(
             changed = _capped(demand, field, largest)
             nodes = yield from _nodes_that_fit(changed, alike, is_over)
             found.append(Change(field, largest, nodes))
-    for field, value, changed in _other_words(demand):
+    for field, value, changed in _relaxed(demand):
         if nodes := (yield from _nodes_that_fit(changed, alike, is_over)):
             found.append(Change(field, value, nodes))
         if is_over():
@@ -251,7 +252,7 @@ def changes(
 
 
 def _alike(demand: Demand, views: Sequence[NodeView]) -> list[list[NodeView]]:
-    """Group Nodes that must answer alike."""
+    """Group Nodes that must have the same result."""
     alike: dict[object, list[NodeView]] = {}
     for view in views:
         key: object = view.unfit
@@ -324,8 +325,10 @@ def _capped(demand: Demand, field: str, most: int) -> Demand:
     return msgspec.structs.replace(demand, containers=tuple(map(capped, demand.containers)))
 
 
-def _other_words(demand: Demand) -> list[tuple[str, str, Demand]]:
-    """Return the demand without one of its conditions each: field, new word, changed demand."""
+def _relaxed(demand: Demand) -> list[tuple[str, str, Demand]]:
+    """Return copies of the demand, each with one condition removed or relaxed: field, new value,
+    changed demand.
+    """
     replace = msgspec.structs.replace
     found = []
     if mode := _WITHOUT_STRICT.get(demand.topology_mode):

@@ -1,16 +1,15 @@
-"""The pods of a Node that have to go for one of higher priority (vgpu-manager §5.9).
+"""The victims on a Node: the pods to be preempted for one of higher priority (vgpu-manager §5.9).
 
-kube-scheduler proposes victims. It counts resources, and knows no single card, so they may not be
-enough. Then others are added, of lower priority than the pod and within disruption budgets, and no
-more than it takes: all that may go are taken away, and as many as possible are put back, the most
-important first. In the end none of them can stay without the pod not fitting. vgpu-manager adds one
-after the other until the pod fits, and removes none of those that did not help (vgpu-manager
-§12.3).
+kube-scheduler proposes victims. It counts resources and does not know single cards, so its victims
+may not be enough. Then others are added, of lower priority than the pod and within disruption
+budgets, and as few as possible: all candidates are removed from the Node, and then put back, the
+most important first, as long as the pod still fits. vgpu-manager adds one after the other until the
+pod fits, and keeps those that did not help (vgpu-manager §12.3).
 
-With the added ones, some of those that were proposed may be superfluous. One of these stays only if
-the added ones free at least as much of each resource that kube-scheduler counts, and if no other
-filter of it can depend on the pod. Otherwise kube-scheduler would find no room after all, and
-propose the same victims again and again.
+Beside the added victims, some of the proposed ones may be superfluous. Such a pod may stay only if
+the added victims free at least as much of each resource that kube-scheduler counts, and if no other
+filter of kube-scheduler can depend on the pod. Otherwise kube-scheduler would find no room after
+all, and propose the same victims again and again.
 
 Pure functions on the state of one Node.
 """
@@ -32,29 +31,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.placement.nodes.allocation import Amounts
-    from vgpu_agent.placement.nodes.budgets import Budgets, Count
+    from vgpu_agent.placement.nodes.budgets import Budgets, LossCount
     from vgpu_agent.placement.nodes.cards import Hardware
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.placement.nodes.reasons import Reason
     from vgpu_agent.pods import SchedulingFacts
 
-# Where any of these is true of the pod itself, a filter may look at all other pods.
+# If the preemptor has one of these, a filter of kube-scheduler may depend on any other pod.
 _LOOKS_AT_OTHERS = {Trait.ANTI_AFFINITY, Trait.SPREAD, Trait.CLAIMS}
-# These are in each other's way only where both pods have them.
+# These conflict only if both pods have them.
 _SHARED_WITH_OTHERS = {Trait.HOST_PORTS, Trait.VOLUMES}
 # kube-scheduler adds this to priorities, so that more victims never sum up to less.
 _ABOVE_NEGATIVE = 2**31 + 1
 
 
 class Victim(msgspec.Struct, frozen=True):
-    """A pod that may have to go.
+    """A pod that may have to be preempted.
 
     Attributes:
         uid: of the pod.
-        facts: what is known of it; None where the watch has not shown it.
-        footprint: card → what it takes of it; empty where it holds nothing.
-        protected: why it must stay; empty where it need not.
-        near: it is on the cards on which its going helps most.
+        facts: the facts about it; None where the watch has not shown it.
+        footprint: card → the amounts that it takes of it; empty where it holds nothing.
+        protected: why it must not be preempted; empty where it may be.
+        near: it is on cards near the peers of the preemptor.
     """
 
     uid: str
@@ -75,7 +74,7 @@ class Victim(msgspec.Struct, frozen=True):
 
     @property
     def deleting(self) -> bool:
-        """Tell whether it goes in any case."""
+        """Tell whether it is being deleted anyway."""
         return self.facts is not None and self.facts.deleting
 
 
@@ -85,13 +84,13 @@ def by_importance(victim: Victim) -> tuple[int, float, str]:
 
 
 class Verdicts:
-    """The known answers to the question whether one demand fits on cards.
+    """The known results of placing one demand.
 
-    State: by hardware, cards that the pod cannot use, and what is taken of the others.
+    State: the results by hardware and by the state of the cards (`Room.fits`).
     """
 
     def __init__(self) -> None:
-        # the hardware itself is kept, so that no other one gets its id
+        # with the hardware itself, so that its id is not used again
         self._known: dict[int, tuple[Hardware, dict[tuple[object, ...], bool]]] = {}
 
     def of(self, hardware: Hardware) -> dict[tuple[object, ...], bool]:
@@ -113,8 +112,8 @@ class Room:
         unwanted: Mapping[int, Reason],
         verdicts: Verdicts | None = None,
     ) -> None:
-        """Begin with ``taken``; cards in ``unwanted`` are no use to the pod. Rooms for one demand
-        may share ``verdicts``.
+        """Begin with the amounts ``taken``. The pod cannot use cards in ``unwanted``. Rooms for one
+        demand may share ``verdicts``.
         """
         self._demand, self._hardware, self._unwanted = demand, hardware, unwanted
         self._taken = list(taken)
@@ -129,15 +128,15 @@ class Room:
         ]
         self._has_room = [self._fits_on(number) for number in range(len(hardware.cards))]
         policy = VIRTUAL if hardware.is_oversold else PHYSICAL
-        self._is_hopeless = demand.memory_policy not in {"", policy}
+        self._never_fits = demand.memory_policy not in {"", policy}
 
     def take_away(self, victim: Victim) -> None:
-        """Free what a pod takes."""
+        """Free the amounts that a pod takes."""
         self._change(victim.footprint, -1)
 
     def put_back(self, victim: Victim) -> bool:
-        """Undo `take_away`. Tell whether that may matter: not where the pod's cards are of no use
-        without it either.
+        """Undo `take_away`. Tell whether that may change `fits`: it does not if no card of the pod
+        has room without it.
         """
         return self._change(victim.footprint, 1)
 
@@ -156,7 +155,7 @@ class Room:
         return matters
 
     def _fits_on(self, number: int) -> bool:
-        """Tell whether any container fits on a card (vgpu-manager §5.5)."""
+        """Tell whether a container of the demand fits on a card (vgpu-manager §5.5)."""
         if not self._usable[number]:
             return False
         hardware, taken = self._hardware, self._taken[number]
@@ -167,8 +166,8 @@ class Room:
         )
 
     def fits(self) -> bool:
-        """Tell whether the pod fits now; the same as `allocate`, and faster."""
-        if self._is_hopeless or sum(self._has_room) < self._most_cards:
+        """Tell whether the pod fits now. The result is that of `allocate`, and known faster."""
+        if self._never_fits or sum(self._has_room) < self._most_cards:
             return False
         if not self.is_simple:
             # Cards on which no container fits make no difference.
@@ -199,14 +198,14 @@ def choose_victims(
     budgets: Budgets,
     is_counted: Callable[[str], bool],
 ) -> tuple[Victim, ...] | None:
-    """Return the pods that have to go, the most important first; None where the pod does not fit
-    even without all that may go, or where a protected one would have to go.
+    """Return the victims, the most important first. None if the pod does not fit even without all
+    candidates, or only without a protected pod.
 
     Args:
         room: the Node with all its pods.
         proposed: kube-scheduler's victims; without them the pod fits for it.
-        others: pods that may be added; protected ones are passed over.
-        preemptor: the pod that needs room.
+        others: pods that may be added; protected ones are skipped.
+        preemptor: the facts about the pod that needs room.
         budgets: those of the cluster.
         is_counted: whether kube-scheduler counts a resource on this Node.
     """
@@ -231,7 +230,7 @@ def choose_victims(
     return tuple(sorted((*rest, *gone), key=by_importance))
 
 
-def _counted(budgets: Budgets, proposed: Iterable[Victim]) -> Count:
+def _counted(budgets: Budgets, proposed: Iterable[Victim]) -> LossCount:
     count = budgets.count()
     for victim in proposed:
         if victim.facts is not None:
@@ -240,10 +239,10 @@ def _counted(budgets: Budgets, proposed: Iterable[Victim]) -> Count:
 
 
 def _added(
-    room: Room, pool: Sequence[Victim], begin: Callable[[], Count]
+    room: Room, pool: Sequence[Victim], begin: Callable[[], LossCount]
 ) -> tuple[Victim, ...] | None:
-    """Return the least of the pool without which the pod fits, within budgets; None where there is
-    nothing such. The room is left as it was.
+    """Return the cheapest victims from the pool without which the pod fits, within budgets; None if
+    there are none. The room is left as it was.
     """
     while True:
         found = [_least(room, order) for order in _orders(pool, begin())]
@@ -256,9 +255,9 @@ def _added(
         pool = [victim for victim in pool if victim.uid not in excess]
 
 
-def _excess(victims: Iterable[Victim], count: Count) -> set[str]:
-    """Return the UIDs of those that are more than budgets allow, which let the least important ones
-    go first.
+def _excess(victims: Iterable[Victim], count: LossCount) -> set[str]:
+    """Return the UIDs of the victims that are more than budgets allow. The least important ones are
+    counted first.
     """
     return {
         victim.uid
@@ -267,10 +266,11 @@ def _excess(victims: Iterable[Victim], count: Count) -> set[str]:
     }
 
 
-def _orders(pool: Sequence[Victim], count: Count) -> Iterable[list[Victim]]:
-    """Yield the pool in two orders in which it may be put back: those first that are more than a
-    budget allows, then the most important; and, among equally important ones, those first whose
-    cards have the most of the pool, so that a card with few is emptied.
+def _orders(pool: Sequence[Victim], count: LossCount) -> Iterable[list[Victim]]:
+    """Yield the pool in two orders in which its pods may be put back. In both, those that are more
+    than a budget allows come first, then the most important. In the second, of pods with equal
+    priority those come first whose cards have the most pods of the pool, so that a card with few is
+    emptied.
     """
     violating = _excess(pool, count)
     on_card: dict[int, int] = {}
@@ -291,8 +291,8 @@ def _orders(pool: Sequence[Victim], count: Count) -> Iterable[list[Victim]]:
 
 
 def _least(room: Room, order: Sequence[Victim]) -> tuple[Victim, ...] | None:
-    """Return those that cannot be put back, tried in their order; None where the pod does not fit
-    without all of them. The room is left as it was.
+    """Return the pods that cannot be put back, tried in their order; None where the pod does not
+    fit even without all of them. The room is left as it was.
     """
     for victim in order:
         room.take_away(victim)
@@ -311,8 +311,8 @@ def _least(room: Room, order: Sequence[Victim]) -> tuple[Victim, ...] | None:
 
 
 def _cost(victims: Sequence[Victim]) -> tuple[int, int, int, float]:
-    """Return what kube-scheduler compares victims of Nodes by: the highest priority, the sum of
-    priorities, the number, and how long the most important ones have run.
+    """Return the key by which kube-scheduler compares the victims of Nodes: the highest priority,
+    the sum of priorities, the number, and the earliest start among those of the highest priority.
     """
     alive = [victim for victim in victims if not victim.deleting]
     highest = max((victim.priority for victim in alive), default=-_ABOVE_NEGATIVE)
@@ -332,9 +332,9 @@ def _reduced(
     budgets: Budgets,
     is_counted: Callable[[str], bool],
 ) -> tuple[list[Victim], list[Victim]]:
-    """Put back proposed victims that are superfluous beside the added ones, those first that must
-    stay, then those that are more than a budget allows, then the most important; and added ones
-    that have become superfluous. Return the rest of both.
+    """Put back proposed victims that are superfluous beside the added ones: first the protected
+    ones, then those that are more than a budget allows, then the most important. Also put back
+    added victims that have become superfluous. Return the remaining proposed and added victims.
     """
     ordered = sorted(proposed, key=by_importance)
     violating = _excess(proposed, budgets.count())
@@ -372,8 +372,8 @@ def _can_replace(
     preemptor: SchedulingFacts,
     is_counted: Callable[[str], bool],
 ) -> bool:
-    """Tell whether kube-scheduler surely finds room without ``going`` where it does without
-    ``staying``.
+    """Tell whether kube-scheduler certainly finds room without the pods ``going``, given that it
+    finds room without the pods ``staying``.
     """
     if preemptor.traits & _LOOKS_AT_OTHERS:
         return False

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.scheduling import DEFAULTS, Words
+from vgpu_agent.families.scheduling import DEFAULTS, KeyNames
 from vgpu_agent.families.vgpu_manager.claims import ContainerClaim, DeviceClaim, write_claims
 from vgpu_agent.families.vgpu_manager.pod_state import ALLOCATING, node_label
 from vgpu_agent.families.vgpu_manager.scheduling.demand import misspelt, read_demand
@@ -55,10 +55,10 @@ class VgpuManagerScheduling:
         return ROLE_LABEL
 
     @property
-    def words(self) -> Words:
+    def key_names(self) -> KeyNames:
         """See `SchedulingFamily`."""
         keys = self._keys
-        return Words(
+        return KeyNames(
             number=keys.number,
             cores=keys.cores,
             memory=keys.memory,
