@@ -18,7 +18,7 @@ from aiohttp import web
 from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.web import connections as limits
 from vgpu_agent.web.connections import Connections, bounded
-from vgpu_agent.webhook.certificates import context_of, made
+from vgpu_agent.webhook.certificates import context_of, make
 
 _MOST = 8
 
@@ -73,7 +73,7 @@ async def test_the_oldest_of_whoever_has_most_makes_room(address: tuple[str, int
 @contextlib.asynccontextmanager
 async def _with_tls(most: int) -> AsyncIterator[tuple[str, int]]:
     """A server that takes ``most`` connections, a quarter of them in their TLS handshake."""
-    context = await asyncio.to_thread(lambda: context_of(made(("a",), time.time())))
+    context = await asyncio.to_thread(lambda: context_of(make(("a",), time.time())))
 
     async def tls() -> ssl.SSLContext:
         return context

@@ -14,12 +14,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from vgpu_agent.errors import CertificateError
 from vgpu_agent.webhook import certificates
-from vgpu_agent.webhook.certificates import Certified
+from vgpu_agent.webhook.certificates import ServerCertificate
 
 NAMES = ("hook.ns.svc", "hook.ns")
 DAY = 86400.0
 NOW = time.time()
-FIRST = certificates.made(NAMES, NOW)
+FIRST = certificates.make(NAMES, NOW)
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
 
 
@@ -47,7 +47,7 @@ def test_a_client_trusts_the_server_by_its_authority() -> None:
     context = certificates.context_of(FIRST)
     assert [connected(context, FIRST.authorities, name) for name in NAMES] == ["", ""]
     assert "hostname" in connected(context, FIRST.authorities, "other.ns.svc").lower()
-    stranger = certificates.made(NAMES, NOW)
+    stranger = certificates.make(NAMES, NOW)
     assert "unable to get" in connected(context, stranger.authorities, NAMES[0])
 
 
@@ -56,7 +56,7 @@ def test_a_new_certificate_is_trusted_by_those_who_know_the_authority() -> None:
     later = NOW + 61 * DAY
     assert not certificates.is_due(FIRST, NOW + 59 * DAY)
     assert certificates.is_due(FIRST, later)
-    second = certificates.made(NAMES, later, FIRST)
+    second = certificates.make(NAMES, later, FIRST)
     assert second.authorities == FIRST.authorities
     assert second.certificate != FIRST.certificate
     assert certificates.expires_at(second) == pytest.approx(later + 90 * DAY, abs=2)
@@ -65,10 +65,10 @@ def test_a_new_certificate_is_trusted_by_those_who_know_the_authority() -> None:
 
 def test_a_new_authority_is_followed_by_the_one_before() -> None:
     """Replicas that still serve the older certificate stay trusted."""
-    old = certificates.made(NAMES, NOW - 9.2 * 365 * DAY)
+    old = certificates.make(NAMES, NOW - 9.2 * 365 * DAY)
     assert certificates.is_due(old, NOW)
-    before = certificates.made(NAMES, NOW - 85 * DAY, old)  # of the old authority
-    after = certificates.made(NAMES, NOW, before)
+    before = certificates.make(NAMES, NOW - 85 * DAY, old)  # of the old authority
+    after = certificates.make(NAMES, NOW, before)
     assert after.authorities.count(_BEGIN) == 2
     assert after.authorities.endswith(old.authorities)
     for served in (before, after):
@@ -77,11 +77,11 @@ def test_a_new_authority_is_followed_by_the_one_before() -> None:
 
 def test_an_authority_that_has_expired_is_forgotten() -> None:
     """It would only make the bundle longer."""
-    old = certificates.made(NAMES, NOW - 11 * 365 * DAY)
-    assert certificates.made(NAMES, NOW, old).authorities.count(_BEGIN) == 1
+    old = certificates.make(NAMES, NOW - 11 * 365 * DAY)
+    assert certificates.make(NAMES, NOW, old).authorities.count(_BEGIN) == 1
 
 
-OTHER = certificates.made(NAMES, NOW)
+OTHER = certificates.make(NAMES, NOW)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,11 @@ OTHER = certificates.made(NAMES, NOW)
         ({"authorities": b"x"}, "it cannot be read: "),
         ({"key": b"\0"}, "it cannot be read: "),
         ({"authority_key": b""}, "it cannot be read: "),
-        ({"key": OTHER.key}, "its key is another one's"),
-        ({"authority_key": OTHER.authority_key}, "the key of its authority is another one's"),
+        ({"key": OTHER.key}, "its key belongs to another certificate"),
+        (
+            {"authority_key": OTHER.authority_key},
+            "the key of its authority belongs to another authority",
+        ),
         ({"authorities": OTHER.authorities}, "its authority has not signed it"),
         ({"certificate": OTHER.certificate}, "its authority has not signed it"),
     ],
@@ -115,18 +118,18 @@ def test_names_and_times_are_checked() -> None:
 def test_what_a_clock_that_is_ahead_has_made_is_not_used_yet(hours: int) -> None:
     """The API server would refuse it, and every replica would be ready."""
     ahead = NOW + hours * 3600
-    made_ahead = certificates.made(NAMES, ahead)
+    made_ahead = certificates.make(NAMES, ahead)
     assert certificates.problem(made_ahead, NAMES, NOW) == "it is not valid yet"
     assert certificates.problem(made_ahead, NAMES, ahead) == ""
-    renewed = certificates.made(NAMES, ahead, FIRST)  # the authority is good
+    renewed = certificates.make(NAMES, ahead, FIRST)  # the authority is good
     assert certificates.problem(renewed, NAMES, NOW) == "it is not valid yet"
-    served = certificates.made(NAMES, NOW, made_ahead)  # the certificate is good
+    served = certificates.make(NAMES, NOW, made_ahead)  # the certificate is good
     assert certificates.problem(served, NAMES, NOW) == "its authority is not valid yet"
 
 
 def test_clocks_may_differ_a_little() -> None:
     """Certificates begin an hour early; more than that and some minutes is a wrong clock."""
-    assert certificates.problem(certificates.made(NAMES, NOW + 3600 + 240), NAMES, NOW) == ""
+    assert certificates.problem(certificates.make(NAMES, NOW + 3600 + 240), NAMES, NOW) == ""
 
 
 def der(tag: bytes, content: bytes) -> bytes:
@@ -179,15 +182,15 @@ def test_a_strange_authority_cannot_sign() -> None:
     """The error is ours, so that another authority is tried."""
     odd = strange(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07")
     with pytest.raises(CertificateError, match="no certificate can be made"):
-        certificates.made(NAMES, NOW, msgspec.structs.replace(FIRST, authorities=odd))
+        certificates.make(NAMES, NOW, msgspec.structs.replace(FIRST, authorities=odd))
 
 
 def test_what_cannot_be_made_is_one_error() -> None:
     """Of ours, without the key."""
     with pytest.raises(CertificateError, match="no certificate can be made"):
-        certificates.made(("später.svc",), NOW)
+        certificates.make(("später.svc",), NOW)
     with pytest.raises(CertificateError, match="no certificate can be made"):
-        certificates.made(NAMES, NOW, Certified(b"", b"", b"", b""))
+        certificates.make(NAMES, NOW, ServerCertificate(b"", b"", b"", b""))
     with pytest.raises(CertificateError, match="cannot be used"):
         certificates.context_of(msgspec.structs.replace(FIRST, key=OTHER.key))
 

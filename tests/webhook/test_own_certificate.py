@@ -186,7 +186,7 @@ async def test_a_damaged_secret_is_repaired(world: World, data: dict[str, bytes]
     await replica.round()
     secret = world.secret
     assert secret["ca.crt"] == before["ca.crt"]  # so replicas that come later stay trusted
-    repaired = certificates.Certified(
+    repaired = certificates.ServerCertificate(
         *(secret[key] for key in ("ca.crt", "ca.key", "tls.crt", "tls.key"))
     )
     assert certificates.problem(repaired, OPTIONS.names, world.now) == ""
@@ -331,7 +331,7 @@ async def test_an_outage_is_logged_once_and_waited_for(
 ) -> None:
     """The loop goes on; what is served stays."""
     monkeypatch.setattr("vgpu_agent.webhook.own_certificate.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("vgpu_agent.webhook.own_certificate.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("vgpu_agent.webhook.own_certificate.CHECK_SECONDS", 0.01)
     await world.server.down()
     replica, beats = world.replica(), 0
 

@@ -166,11 +166,11 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New connections get it; the other replica has written it."""
-    monkeypatch.setattr("vgpu_agent.webhook.own_certificate.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("vgpu_agent.webhook.own_certificate.CHECK_SECONDS", 0.01)
     async with serving(own(), server.url) as found:
         await eventually(lambda: not found.trouble)
         first = bundle(server)
-        renewed = certificates.made(OPTIONS.names, time.time())
+        renewed = certificates.make(OPTIONS.names, time.time())
         data = dict(
             zip(
                 ("ca.crt", "ca.key", "tls.crt", "tls.key"),
@@ -188,7 +188,7 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
 
 def write(folder: Path, name: str = NAME) -> tuple[CertificateFiles, bytes]:
     """Write a certificate as cert-manager mounts it."""
-    made = certificates.made((name,), time.time())
+    made = certificates.make((name,), time.time())
     files = CertificateFiles(str(folder / "tls.crt"), str(folder / "tls.key"))
     for path, text in ((files.certificate, made.certificate), (files.key, made.key)):
         new = Path(f"{path}.new")
@@ -357,18 +357,18 @@ async def test_the_largest_node_is_what_was_seen_or_what_may_come(server: ApiSer
     options = own(least_largest_node=8)
     async with serving(options, server.url) as found:
         await eventually(lambda: found._largest().gpus == 8)
-        assert found._largest() == LargestNode(8, 24576, is_bound=True)
+        assert found._largest() == LargestNode(8, 24576, is_limit=True)
         server.objects.delete("nodes", "n1")
         texts = node_texts([entry(place, memory=81920) for place in range(16)])
         server.objects.create("nodes", {"metadata": {"name": "n2", "annotations": texts}})
-        await eventually(lambda: found._largest() == LargestNode(16, 81920, is_bound=True))
+        await eventually(lambda: found._largest() == LargestNode(16, 81920, is_limit=True))
 
 
 def test_the_largest_node_that_the_operator_names_counts_by_itself(tmp_path: Path) -> None:
     """Without a watch, and where all Nodes with GPUs are away."""
     files, _ = write(tmp_path)
     options = Options(files, watches_nodes=False, least_largest_node=8)
-    assert Service(options, FAMILY, None)._largest() == LargestNode(8, is_bound=True)
+    assert Service(options, FAMILY, None)._largest() == LargestNode(8, is_limit=True)
     assert Service(Options(files, watches_nodes=False), FAMILY, None)._largest() == LargestNode()
 
 

@@ -14,7 +14,7 @@ from vgpu_agent.webhook.review import Reviewer
 
 U0, U1 = (f"GPU-49aa2e6a-33f3-99dd-e08b-ea4beb0e0d2{place}" for place in (8, 9))
 SEEN = LargestNode(gpus=8, memory_units=24576)
-BOUND = LargestNode(gpus=8, memory_units=24576, is_bound=True)
+BOUND = LargestNode(gpus=8, memory_units=24576, is_limit=True)
 
 
 def judged(given: Any, largest: LargestNode = BOUND) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_what_no_node_has_had_yet_is_a_warning(
     assert found["warnings"] == [f"container 'main': {warning}; {waits}"]
 
 
-@pytest.mark.parametrize("largest", [LargestNode(), LargestNode(16, 2**40, is_bound=True)])
+@pytest.mark.parametrize("largest", [LargestNode(), LargestNode(16, 2**40, is_limit=True)])
 def test_what_may_fit_is_admitted(largest: LargestNode) -> None:
     """Nodes that are not known yet, or large enough."""
     given = pod(container(number="16", cores="100", memory="81920"))

@@ -1,8 +1,8 @@
-"""The admission webhook's view of a family whose pods are placed by a scheduler.
+"""The interface between the admission webhook and a family whose pods a scheduler places.
 
-A family whose new pods are completed and checked has an `AdmissionFamily`; the webhook knows
-families by nothing else. Pods here are new: they have no UID and no status yet, and perhaps only
-the beginning of a name.
+A family whose new pods are completed and checked has an `AdmissionFamily`. The webhook knows
+nothing else of families. Pods here are new: they have no UID and no status yet, and perhaps only a
+``generateName``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class AdmissionOptions(msgspec.Struct, frozen=True):
     """The operator's defaults for new pods. An empty text adds nothing.
 
     Attributes:
-        domain: of the family's keys; empty for its usual one.
+        domain: of the family's keys; empty for the default one.
         scheduler_name: for pods that have not chosen a scheduler.
         node_policy: for pods that have none.
         device_policy: the same.
-        topology_mode: for pods without one of which a container asks for several GPUs.
+        topology_mode: for pods that have none and a container that asks for several GPUs.
         runtime_class: for pods that have none.
-        completes_limits: write out the amounts that a container leaves open.
+        completes_limits: add the amounts that a container leaves out to its limits.
     """
 
     domain: str = ""
@@ -48,7 +48,7 @@ class PodChanges(msgspec.Struct, frozen=True):
         limits: for each container in the order of `Pod.containers`, resource → amount.
         scheduler: ``spec.schedulerName`` of a pod that has not chosen one.
         runtime_class: ``spec.runtimeClassName`` of a pod that has none.
-        needs_scheduler: a pod that names its Node must reach it through a scheduler all the same,
+        needs_scheduler: a pod with ``spec.nodeName`` must go through a scheduler nevertheless,
             because only a scheduler gives it GPUs.
     """
 
@@ -65,7 +65,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
     Attributes:
         refusals: why it can never run; empty for a pod that is admitted.
-        warnings: what it asks for in vain.
+        warnings: requests of it that have no effect, or that no Node can serve now.
     """
 
     refusals: tuple[str, ...] = ()
@@ -73,25 +73,26 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class LargestNode(msgspec.Struct, frozen=True):
-    """The largest of what the Nodes of the cluster offer; 0 where that is not known.
+    """The largest amounts that a Node of the cluster offers; 0 where that is not known.
 
     Attributes:
-        gpus: on one Node.
-        memory_units: of one GPU, in units of a request.
-        is_bound: no Node with more GPUs will come, as the operator has said. Otherwise this is what
-            was seen, which differs between replicas, and refuses nothing.
+        gpus: the most GPUs of one Node.
+        memory_units: the most memory of one GPU, in units of a request.
+        is_limit: the operator has stated that no Node has or will have more GPUs. Otherwise the
+            amounts are those of the Nodes seen so far. These differ between replicas, so nothing is
+            refused because of them.
     """
 
     gpus: int = 0
     memory_units: int = 0
-    is_bound: bool = False
+    is_limit: bool = False
 
     def joined(self, other: LargestNode) -> LargestNode:
-        """Return the larger of each, which is a bound if one of them is."""
+        """Return the larger of each amount; it is a limit if one of them is."""
         return LargestNode(
             max(self.gpus, other.gpus),
             max(self.memory_units, other.memory_units),
-            is_bound=self.is_bound or other.is_bound,
+            is_limit=self.is_limit or other.is_limit,
         )
 
 
@@ -99,13 +100,13 @@ class AdmissionFamily(Protocol):
     """The rules of one family for new pods. Its methods raise nothing."""
 
     def changes(self, pod: Pod) -> PodChanges:
-        """Return what a new pod is to have."""
+        """Return the changes to a new pod."""
         ...
 
     def judge(self, pod: Pod, largest: LargestNode) -> Judgement:
-        """Judge a new pod that has what `changes` asks for."""
+        """Judge a new pod to which `changes` have been made."""
         ...
 
     def size_of(self, node_annotations: Mapping[str, str]) -> LargestNode:
-        """Return what a Node offers, by its annotations; zeros where they do not say."""
+        """Return the amounts that a Node offers, by its annotations; zeros where they name none."""
         ...

@@ -1,8 +1,8 @@
-"""The bodies of reviews, as they arrive.
+"""The bodies of reviews (``AdmissionReview`` requests), as they arrive.
 
-A review that is too large to be kept must be answered all the same: the API server takes any status
-but 200 for a failed call, and then lets the pod pass unchecked where the failure policy is
-``Ignore``. Its first bytes are enough for a refusal.
+A review that is too large must still be answered with status 200. To the API server any other
+status is a failed call, and it then admits the pod unchecked if the failure policy is ``Ignore``.
+The first bytes of the review are enough to refuse it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Body(msgspec.Struct, frozen=True):
 
     Attributes:
         content: all of it, or its first `START_BYTES`.
-        whole: it was not too large.
-        ended: nothing of it is still to come.
+        whole: the body was not too large.
+        ended: the client has sent all of it.
     """
 
     content: bytes
@@ -40,25 +40,26 @@ class Body(msgspec.Struct, frozen=True):
 class Bodies:
     """Reads bodies of at most ``most_bytes``, each within ``seconds``.
 
-    State: the places of the large ones that are being read.
+    State: the slots of the large bodies that are being read.
     """
 
     def __init__(self, *, most_bytes: int, seconds: float) -> None:
         self._most_bytes, self._seconds = most_bytes, seconds
-        self._places = Slots(LARGE_AT_ONCE)
+        self._slots = Slots(LARGE_AT_ONCE)
 
     async def read(self, request: web.Request) -> Body:
-        """Return the body of ``request``. What is too much of it is read and dropped, since a
-        client may not look at the answer before it has sent everything.
+        """Return the body of ``request``. The rest of a body that is too large is read and dropped,
+        because a client may not read the answer before it has sent everything.
 
         Raises:
-            TimeoutError: it did not arrive in time. One of which too much has arrived is returned.
+            TimeoutError: the body did not arrive in time. One that is known to be too large is
+                returned instead.
         """
         body = bytearray()
         whole = True
         try:
             async with asyncio.timeout(self._seconds) as limit:
-                whole = await self._kept(request, body, limit)
+                whole = await self._read_until_too_large(request, body, limit)
                 if not whole:
                     del body[START_BYTES:]
                     async for _ in request.content.iter_any():
@@ -69,19 +70,21 @@ class Bodies:
             return Body(bytes(body), whole=False, ended=False)
         return Body(bytes(body), whole)
 
-    async def _kept(self, request: web.Request, body: bytearray, limit: asyncio.Timeout) -> bool:
-        """Append to ``body`` until there is too much; tell whether that is the whole of it."""
-        # of one that is going to be too large, only the start is of use
+    async def _read_until_too_large(
+        self, request: web.Request, body: bytearray, limit: asyncio.Timeout
+    ) -> bool:
+        """Append to ``body`` until it is too large; tell whether it is complete."""
+        # only the start of a body that is declared too large is needed
         declared = request.content_length or 0
         most = START_BYTES if declared > self._most_bytes else self._most_bytes
-        async with contextlib.AsyncExitStack() as place:
+        async with contextlib.AsyncExitStack() as slot:
             is_large = False
             async for chunk in request.content.iter_any():
                 body += chunk
                 if len(body) > most:
                     return False
-                # What is only declared takes no memory, and so no place.
+                # A declared size takes no memory, so only received bytes need a slot.
                 if len(body) > _LARGE_BYTES and not is_large:
-                    await place.enter_async_context(self._places.held(request.remote or "", limit))
+                    await slot.enter_async_context(self._slots.held(request.remote or "", limit))
                     is_large = True
         return True

@@ -1,7 +1,7 @@
-"""Certificates that the webhook makes for itself: an authority of its own, and the certificate of
-its server, signed by it.
+"""Certificates that the webhook makes for itself: that of a certificate authority (CA) of its own,
+and that of its server, signed by the CA.
 
-All functions are pure but for the keys that they draw. Signing takes milliseconds, so callers use a
+All functions are pure, except that keys are random. Signing takes milliseconds, so callers use a
 thread. The only module with the library cryptography, whose errors become `CertificateError`.
 """
 
@@ -23,20 +23,20 @@ from vgpu_agent.errors import CertificateError, shortened
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The API server is told about a new authority, which takes a moment in which calls may fail; it is
-# not told about a new certificate of the same authority.
+# A new authority must be written into the webhook configurations, and calls may fail until the API
+# server has read them. A new certificate of the same authority needs no such change.
 AUTHORITY_DAYS, AUTHORITY_LEFT_DAYS = 3650.0, 365.0
 CERTIFICATE_DAYS, CERTIFICATE_LEFT_DAYS = 90.0, 30.0
 _DAY_SECONDS = 86400.0
 # The clocks of the API server and of this machine may differ.
 _EARLIER_SECONDS = 3600.0
-# What begins later than that was made with a clock that is wrong by more than both together.
+# A certificate whose validity begins later than this was made with a clock that is more wrong.
 _SKEW_SECONDS = 300.0
 # Authorities in a bundle that are not in the Secret: each replica that starts may have made one.
 _MOST_OTHERS = 3
 _LONGEST_NAME = 64  # of a subject (RFC 5280)
 _LONGEST_ERROR = 200
-# What the library raises for texts of others; those of x509 have no family.
+# The exceptions of the library for foreign texts; those of x509 have no common base class.
 _UNUSABLE = (
     ValueError,
     TypeError,
@@ -47,14 +47,15 @@ _UNUSABLE = (
 )
 
 
-class Certified(msgspec.Struct, frozen=True):
-    """A certificate with its authority, in PEM.
+class ServerCertificate(msgspec.Struct, frozen=True):
+    """A server's certificate with its authority, in PEM.
 
     Attributes:
-        authorities: of the authority that has signed, then the one before, while it is valid.
-        authority_key: of the first one.
-        certificate: of the server.
-        key: of the server.
+        authorities: the certificate of the authority that has signed, then that of the previous
+            authority, while it is valid.
+        authority_key: the key of the first one.
+        certificate: that of the server.
+        key: that of the server.
     """
 
     authorities: bytes
@@ -63,17 +64,19 @@ class Certified(msgspec.Struct, frozen=True):
     key: bytes
 
 
-def made(names: Sequence[str], now: float, before: Certified | None = None) -> Certified:
-    """Return a new certificate.
+def make(
+    names: Sequence[str], now: float, before: ServerCertificate | None = None
+) -> ServerCertificate:
+    """Make a new certificate.
 
     Args:
-        names: of the server in DNS, at least one.
+        names: DNS names of the server, at least one.
         now: unix seconds.
-        before: the one that it replaces. Its authority signs again while it lasts long enough; a
-            new authority is followed by it.
+        before: the certificate that it replaces. Its authority signs the new one if it is valid for
+            long enough; otherwise a new authority does, and the previous one stays in the list.
 
     Raises:
-        CertificateError: ``before`` cannot be read, or a name is none.
+        CertificateError: ``before`` cannot be read, or a name is invalid.
     """
     try:
         authorities = x509.load_pem_x509_certificates(before.authorities) if before else []
@@ -89,7 +92,7 @@ def made(names: Sequence[str], now: float, before: Certified | None = None) -> C
         raise CertificateError(
             f"no certificate can be made: {shortened(str(err), _LONGEST_ERROR)}"
         ) from err
-    return Certified(
+    return ServerCertificate(
         b"".join(map(_pem, authorities)),
         _pem_of_key(authority_key),
         _pem(certificate),
@@ -97,7 +100,7 @@ def made(names: Sequence[str], now: float, before: Certified | None = None) -> C
     )
 
 
-def problem(certified: Certified, names: Sequence[str], now: float) -> str:
+def problem(certified: ServerCertificate, names: Sequence[str], now: float) -> str:
     """Return why a certificate cannot be used by a server of these names; empty if it can."""
     try:
         authorities = x509.load_pem_x509_certificates(certified.authorities)
@@ -115,8 +118,8 @@ def problem(certified: Certified, names: Sequence[str], now: float) -> str:
         return "its authority has not signed it"
     missing = set(names) - set(found.value.get_values_for_type(x509.DNSName))
     problems = (
-        ("its key is another one's", not is_its_key),
-        ("the key of its authority is another one's", not is_authority_key),
+        ("its key belongs to another certificate", not is_its_key),
+        ("the key of its authority belongs to another authority", not is_authority_key),
         (f"it is not for {', '.join(sorted(missing))}", bool(missing)),
         ("it has expired", _days_left(certificate, now) <= 0),
         ("it is not valid yet", _begins_after(certificate, now)),
@@ -125,7 +128,7 @@ def problem(certified: Certified, names: Sequence[str], now: float) -> str:
     return next((text for text, is_so in problems if is_so), "")
 
 
-def is_due(certified: Certified, now: float) -> bool:
+def is_due(certified: ServerCertificate, now: float) -> bool:
     """Tell whether a certificate that can be used should be replaced."""
     (authority, *_) = x509.load_pem_x509_certificates(certified.authorities)
     certificate = x509.load_pem_x509_certificate(certified.certificate)
@@ -136,8 +139,8 @@ def is_due(certified: Certified, now: float) -> bool:
 
 
 def bundle_of(authorities: bytes, present: bytes, now: float) -> bytes:
-    """Return authorities in PEM, then others that a bundle has at present: the newest few of those
-    that are still valid. What cannot be read of the present bundle is dropped.
+    """Return authorities in PEM, followed by the others in the present bundle: the newest few of
+    those that are still valid. If the present bundle cannot be read, it is dropped.
     """
     first = x509.load_pem_x509_certificates(authorities)
     try:
@@ -152,13 +155,13 @@ def bundle_of(authorities: bytes, present: bytes, now: float) -> bytes:
     return authorities + b"".join(map(_pem, others[:_MOST_OTHERS]))
 
 
-def expires_at(certified: Certified) -> float:
+def expires_at(certified: ServerCertificate) -> float:
     """Return the unix seconds at which a certificate that can be used expires."""
     certificate = x509.load_pem_x509_certificate(certified.certificate)
     return certificate.not_valid_after_utc.timestamp()
 
 
-def context_of(certified: Certified) -> ssl.SSLContext:
+def context_of(certified: ServerCertificate) -> ssl.SSLContext:
     """Return the TLS context of a server. The key is in memory only, never on a disk.
 
     Raises:
@@ -179,7 +182,7 @@ def context_of(certified: Certified) -> ssl.SSLContext:
 
 
 def _authority(key: ec.EllipticCurvePrivateKey, name: str, now: float) -> x509.Certificate:
-    # The date keeps two authorities apart for people.
+    # The date lets an operator tell two authorities apart.
     subject = _subject(f"{dt.datetime.fromtimestamp(now, dt.UTC):%Y-%m-%d} authority of {name}")
     public = key.public_key()
     return (

@@ -25,7 +25,7 @@ FORBIDDEN, BAD_REQUEST, TOO_LARGE, INTERNAL_ERROR = 403, 400, 413, 500
 _VERSION = re.compile(rb'"apiVersion"\s*:\s*"(admission\.k8s\.io/v1(?:beta1)?)"')
 _UID = re.compile(rb'"uid"\s*:\s*"([0-9A-Za-z-]{1,128})"')
 START_BYTES = 1024
-"""Within so many bytes of a review are its version and its UID."""
+"""The number of first bytes of a review that contain its version and its UID."""
 
 Operation = dict[str, Any]
 """One operation of a JSON Patch (RFC 6902)."""
@@ -40,12 +40,12 @@ class Request(msgspec.Struct, rename="camel"):
     """A request to the API server that is to be reviewed.
 
     Attributes:
-        uid: of the review, which the answer must have.
+        uid: of the review; the answer must repeat it.
         resource: of the object.
         sub_resource: empty for the object itself.
         namespace: of the object.
         operation: ``CREATE`` and others.
-        object: as it is to be stored, in JSON.
+        object: the object in JSON, as it would be stored.
     """
 
     uid: str = ""
@@ -66,7 +66,7 @@ class Request(msgspec.Struct, rename="camel"):
 
 
 class Review(msgspec.Struct, rename="camel"):
-    """A review as it came, with everything in it that can be read.
+    """A review, with the parts of it that can be read.
 
     Attributes:
         version: of the message, one of `VERSIONS`.
@@ -132,7 +132,7 @@ def read_review(body: bytes) -> Review:
 
 
 def cut_review(start: bytes, problem: str) -> Review:
-    """Return what the first bytes of a review tell about it: what an answer needs."""
+    """Read the version and the UID from the first bytes of a review: an answer needs no more."""
     version, uid = (pattern.search(start[:START_BYTES]) for pattern in (_VERSION, _UID))
     return Review(
         version=version[1].decode() if version else VERSIONS[0],

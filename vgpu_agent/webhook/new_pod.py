@@ -1,8 +1,8 @@
 """A pod that is about to be created: its JSON read into a `Pod`, and the changes that families want
 turned into a JSON Patch (RFC 6902).
 
-The API server has decoded the pod before it asks, so fields have the right types. Whether their
-values are right, it judges only afterwards: names may be of any kind, and lists may be null.
+The API server has decoded the pod before it calls the webhook, so fields have the right types. It
+validates their values only afterwards: names may be invalid, and lists may be null.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pinned(enum.StrEnum):
 
     AFFINITY = "affinity"  # the pod must be scheduled to the Node of that name
     HOSTNAME = "hostname"  # to a Node whose label kubernetes.io/hostname has that value
-    KEEP = "keep"  # nothing: the pod passes all schedulers by
+    KEEP = "keep"  # unchanged: the pod bypasses all schedulers
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -84,7 +84,7 @@ class _Pod(msgspec.Struct):
 
 
 class NewPod:
-    """A pod of a review; `pod` is for families, `patch` for the API server.
+    """The new pod in a review: `pod` for families, and `patch` for the answer.
 
     Raises:
         RequestRefusedError: it is no pod, or one with too many containers.
@@ -124,7 +124,7 @@ class NewPod:
         )
 
     def patch(self, changes: PodChanges, pinned: Pinned) -> list[Operation]:
-        """Return the operations by which the pod gets ``changes``; none if it has them."""
+        """Return the operations that make ``changes``; none if the pod has them already."""
         metadata, spec = self._metadata, self._spec
         operations = [
             *_on_texts("annotations", metadata.annotations, changes.annotations),
@@ -143,7 +143,7 @@ class NewPod:
         return operations
 
     def _unpinned(self, node: str, pinned: Pinned) -> Iterator[Operation]:
-        """Yield what makes a scheduler send the pod to the Node that it names."""
+        """Yield the operations that replace ``nodeName`` by a condition for schedulers."""
         spec = self._spec
         yield {"op": "remove", "path": "/spec/nodeName"}
         if pinned is Pinned.HOSTNAME:
@@ -166,8 +166,8 @@ class NewPod:
 
 
 def _with_name(terms: object, node: str) -> list[Any]:
-    """Return terms of which any may hold, each with the Node's name. An empty term selects nothing
-    (v1.NodeSelectorTerm), and stays so.
+    """Return the node selector terms, each with the condition of the Node's name added. The terms
+    are alternatives. An empty term selects nothing (v1.NodeSelectorTerm), and stays empty.
     """
     by_name = {"key": "metadata.name", "operator": "In", "values": [node]}
     if not isinstance(terms, list) or not terms:
@@ -230,8 +230,8 @@ def _on_texts(
 def _on_limits(
     path: str, resources: _Resources | None, wanted: Mapping[str, int]
 ) -> Iterator[Operation]:
-    """Yield what sets limits. The API server copies them to the requests, unless there is a request
-    already; for such a resource both must be equal.
+    """Yield the operations that set limits. The API server copies a limit to the requests, unless
+    there is a request already. Then the request is set, too, because both must be equal.
     """
     if not wanted:
         return
@@ -250,7 +250,7 @@ def _on_limits(
 
 
 def _add(path: str, value: object) -> Operation:
-    """The operation that sets ``path``, whether there is something or not."""
+    """Return the operation that sets ``path``, whether it exists or not."""
     return {"op": "add", "path": path, "value": value}
 
 

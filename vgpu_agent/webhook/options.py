@@ -9,12 +9,12 @@ from vgpu_agent.webhook.new_pod import Pinned
 # A pod with 1.5 MiB, as large as etcd takes, comes in JSON. Only one with very many < > & is larger
 # than this: they take six bytes each.
 MAX_BODY_BYTES = 8 * 1024 * 1024
-# Less than timeoutSeconds of the webhook configurations: nobody waits for a later answer.
+# Less than timeoutSeconds of the webhook configurations: the API server does not wait longer.
 BODY_SECONDS = 4.0
 
 
 class OwnCertificateOptions(msgspec.Struct, frozen=True):
-    """The place of the webhook's own certificate, and the names that it is for.
+    """The Secret of the webhook's own certificate, and the names that the certificate is for.
 
     Attributes:
         namespace: of the Secret and of the Service.
@@ -54,14 +54,14 @@ class Options(msgspec.Struct, frozen=True):
         certificate: where the server's certificate comes from.
         host: the address to listen on; empty for all of the machine.
         port: the port; 0 takes a free one.
-        pinned: what becomes of ``spec.nodeName`` of pods that a scheduler must place.
+        pinned: the treatment of ``spec.nodeName`` of pods that a scheduler must place.
         watches_nodes: warn of requests that are larger than the largest Node that was seen.
         least_largest_node: GPUs of the largest Node that there is or may come, unless a larger one
             was seen; a request of more is refused. 0 where the operator does not say.
         max_body_bytes: of a review; a larger one is refused.
         body_seconds: how long a review may take to arrive.
-        drain_seconds: how long the server goes on after a signal to stop, so that the Service
-            forgets it first.
+        drain_seconds: how long the server goes on after a signal to stop, so that it is removed
+            from the Service's endpoints first.
         stop_seconds: how long answers under way may take after that.
     """
 

@@ -1,10 +1,10 @@
 """The webhook's own certificate: made once for all replicas, kept in a Secret, renewed before it
 expires, and written into the webhook configurations so that the API server trusts it.
 
-Replicas agree through the Secret: each write names the version that it replaces, and of two that
-write at once, one is refused and reads what the other has written. A round compares what there is
-with what there should be, and changes the difference only. So it does not matter after which step
-the process ends, or what somebody else has changed.
+Replicas agree through the Secret. Each write names the resource version that it replaces. If two
+replicas write at once, the write of one is refused, and that replica reads the other's certificate.
+A round compares the present state with the desired one, and writes only the difference. So the
+process may end after any step, and other programs may change both.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.journal import Journal
-    from vgpu_agent.webhook.certificates import Certified
+    from vgpu_agent.webhook.certificates import ServerCertificate
     from vgpu_agent.webhook.options import OwnCertificateOptions
 
 # How often Secret and configurations are compared, and how soon a failed round is repeated.
-LOOK_SECONDS, RETRY_SECONDS = 30.0, 5.0
+CHECK_SECONDS, RETRY_SECONDS = 30.0, 5.0
 # A failure that goes on is logged again after this time.
 _AGAIN_SECONDS = 3600.0
-# How long after a change of the authorities those of before stay trusted. Replicas that follow need
-# two rounds, and some more where the API server is slow.
+# How long the previous authorities stay trusted after a change. The other replicas need two rounds
+# to take over the new certificate, and more if the API server is slow.
 _KEEP_SECONDS = 600.0
 _CONFLICT, _NOT_FOUND = 409, 404
 # Each conflict means that another replica has written, and there are two or three.
@@ -61,8 +61,9 @@ class OwnCertificate:
     """See the module; `run` is the loop, `context` is for each new connection.
 
     State: the certificate in use, the authorities in the Secret and since when they are known, and
-    those that the configurations had after the last round. Until the first round has succeeded, the
-    certificate is one that no other replica has, so that probes are answered.
+    the authorities in the webhook configurations after the last round. Until the first round has
+    succeeded, a temporary certificate that no other replica has is in use, so that probes are
+    answered.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class OwnCertificate:
             CertificateError: the name of the Service cannot be one in a certificate.
         """
         self._options, self._api, self._journal, self._clock = options, api, journal, clock
-        self._in_use = certificates.made(options.names, clock())
+        self._in_use = certificates.make(options.names, clock())
         self._context = certificates.context_of(self._in_use)
         self._authorities, self._known_since = b"", 0.0
         self._published = b""
-        self._error = "it has not been agreed upon with the other replicas yet"
+        self._error = "it has not been stored in the Secret yet"
         self._failures = ChangeFilter(again_seconds=_AGAIN_SECONDS)
 
     async def context(self) -> ssl.SSLContext:
@@ -110,8 +111,8 @@ class OwnCertificate:
         return ""
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Keep Secret and configurations as they should be, until cancelled; ``beat`` is called in
-        each round.
+        """Keep the Secret and the webhook configurations in the desired state, until cancelled;
+        ``beat`` is called in each round.
         """
         while True:
             beat()
@@ -120,10 +121,10 @@ class OwnCertificate:
             except AgentError as err:
                 self._failed(str(err))
                 pause = max(RETRY_SECONDS, getattr(err, "retry_after_seconds", 0.0))
-                await asyncio.sleep(min(pause, LOOK_SECONDS))
+                await asyncio.sleep(min(pause, CHECK_SECONDS))
             else:
                 self._failures.over("round")
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(CHECK_SECONDS)
 
     def _failed(self, error: str) -> None:
         self._error = error
@@ -136,7 +137,8 @@ class OwnCertificate:
             )
 
     async def round(self) -> None:
-        """Make Secret, configurations and the server agree.
+        """Run one round: bring the Secret, the webhook configurations and the server to the desired
+        state.
 
         Raises:
             ClusterError: the API server did not answer, or refused.
@@ -157,17 +159,17 @@ class OwnCertificate:
             )
         self._published, self._error = stored.authorities, ""
 
-    def _may_be_served(self, stored: Certified) -> bool:
-        """Tell whether the API server trusts a certificate as far as it trusts the present one.
+    def _may_be_served(self, stored: ServerCertificate) -> bool:
+        """Tell whether the server may use the stored certificate now.
 
-        One with a new authority waits for the round after the one in which the configurations got
-        that, because each API server takes a moment to see them. It does not wait where nothing
-        that the API server trusts is served anyway.
+        A certificate of a new authority is used one round after the webhook configurations have
+        got the authority, because each API server takes a moment to see the change. It is used at
+        once if the API server does not trust the present certificate anyway.
         """
         trusted = (self._in_use.authorities, self._published)
         return not self._published or stored.authorities in trusted
 
-    async def _serve(self, stored: Certified) -> None:
+    async def _serve(self, stored: ServerCertificate) -> None:
         if stored != self._in_use:
             self._context = await asyncio.to_thread(certificates.context_of, stored)
             self._in_use = stored
@@ -175,16 +177,16 @@ class OwnCertificate:
 
     # -- the Secret --------------------------------------------------------------------------------
 
-    async def _stored(self) -> Certified:
-        """Return the certificate in the Secret, after it was made or renewed where it had to be."""
+    async def _stored(self) -> ServerCertificate:
+        """Return the certificate in the Secret; make or renew it first if need be."""
         for _ in range(_MAX_TRIES):
             secret = await self._read()
-            found = _certified(secret.data or {})
+            found = _certificate_in(secret.data or {})
             now, names = self._clock(), self._options.names
             if found is None:
                 wanted = self._in_use  # which the API server trusts, if the Secret was emptied
                 if certificates.is_due(wanted, now):
-                    wanted = await asyncio.to_thread(certificates.made, names, now, wanted)
+                    wanted = await asyncio.to_thread(certificates.make, names, now, wanted)
             elif problem := await asyncio.to_thread(certificates.problem, found, names, now):
                 self._journal.record(
                     "webhook.certificate_unusable",
@@ -195,7 +197,7 @@ class OwnCertificate:
                 )
                 wanted = await self._replacement(found)
             elif certificates.is_due(found, now):
-                wanted = await asyncio.to_thread(certificates.made, names, now, found)
+                wanted = await asyncio.to_thread(certificates.make, names, now, found)
             else:
                 return found
             try:
@@ -213,17 +215,17 @@ class OwnCertificate:
             "time; look for a program that restores it"
         )
 
-    async def _replacement(self, found: Certified) -> Certified:
-        """Return a certificate in the place of one that cannot be used: by the same authority if
-        that can still sign, or by the one that replicas still serve and the API server trusts.
+    async def _replacement(self, found: ServerCertificate) -> ServerCertificate:
+        """Make a certificate in place of one that cannot be used: signed by the same authority if
+        that is possible, otherwise by the authority in use, which the API server trusts.
         """
         now, names = self._clock(), self._options.names
         for before in (found, self._in_use):
             with contextlib.suppress(CertificateError):
-                wanted = await asyncio.to_thread(certificates.made, names, now, before)
+                wanted = await asyncio.to_thread(certificates.make, names, now, before)
                 if not certificates.problem(wanted, names, now):
                     return wanted
-        return await asyncio.to_thread(certificates.made, names, now)
+        return await asyncio.to_thread(certificates.make, names, now)
 
     async def _read(self) -> _Secret:
         path = secret_path(self._options.namespace, self._options.secret)
@@ -236,7 +238,7 @@ class OwnCertificate:
         secret: _Secret = _decoded(raw, _Secret, path)
         return secret
 
-    async def _write(self, secret: _Secret, wanted: Certified) -> None:
+    async def _write(self, secret: _Secret, wanted: ServerCertificate) -> None:
         options = self._options
         data = {
             key: base64.b64encode(pem).decode()
@@ -267,8 +269,8 @@ class OwnCertificate:
     # -- the configurations ------------------------------------------------------------------------
 
     async def _publish(self, kind: str, name: str) -> bool:
-        """Let the API server trust the authorities where it calls this Service; tell whether
-        there is such a configuration, since an operator may want only one of the two kinds.
+        """Write the authorities into the ``caBundle`` of each webhook that calls this Service. Tell
+        whether the configuration exists: an operator may want only one of the two kinds.
         """
         path = webhook_configuration_path(kind, name)
         for _ in range(_MAX_TRIES):
@@ -308,7 +310,7 @@ class OwnCertificate:
     def _with_bundle(self, webhooks: object) -> tuple[list[Any], bool, bool]:
         """Return all webhooks, ours with the bundle; whether one is ours; whether one has changed.
 
-        A merge patch replaces a list as a whole, so the others are in it as they are.
+        A merge patch replaces a list as a whole, so it must contain the other webhooks unchanged.
         """
         after: list[Any] = []
         ours = changed = False
@@ -332,8 +334,8 @@ class OwnCertificate:
         return after, ours, changed
 
     def _bundle(self, present: object) -> str:
-        """Return ``caBundle``: what is trusted at present stays for a while, since other replicas
-        serve the certificate of before until their next rounds.
+        """Return ``caBundle``. The present authorities stay in it for a while, because other
+        replicas serve the previous certificate until their next rounds.
         """
         now, authorities = self._clock(), self._authorities
         if isinstance(present, str) and now - self._known_since < _KEEP_SECONDS:
@@ -342,9 +344,9 @@ class OwnCertificate:
         return base64.b64encode(authorities).decode()
 
 
-def _certified(data: Mapping[str, str]) -> Certified | None:
-    """Return the certificate in a Secret, empty texts for what cannot be decoded; None where there
-    is nothing of one.
+def _certificate_in(data: Mapping[str, str]) -> ServerCertificate | None:
+    """Return the certificate in the data of a Secret; None if it has none of the keys. A value that
+    cannot be decoded becomes an empty text.
     """
     keys = (_AUTHORITIES, _AUTHORITY_KEY, _CERTIFICATE, _KEY)
     if not any(data.get(key) for key in keys):
@@ -355,14 +357,14 @@ def _certified(data: Mapping[str, str]) -> Certified | None:
             found.append(base64.b64decode(data.get(key, ""), validate=True))
         except binascii.Error:
             found.append(b"")
-    return certificates.Certified(*found)
+    return certificates.ServerCertificate(*found)
 
 
 def _decoded(raw: bytes, form: Any, path: str) -> Any:
     try:
         return msgspec.json.decode(raw, type=form)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
-        # without its cause, which may quote a Secret
+        # without the cause, because its text may quote the Secret
         raise ClusterError(
             f"GET {path}: the API server's answer is no such object ({type(err).__name__})"
         ) from None

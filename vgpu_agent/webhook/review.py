@@ -1,11 +1,13 @@
 """The verbs of the webhook: mutate completes a new pod, validate refuses one that can never run
 (vgpu-manager §6).
 
-Both take a review in JSON and return the answer in JSON, whatever comes. They judge pods that are
-being created and nothing else: schedulers and agents change pods later, and what they write must
-stay. A review that cannot be read is refused with the reason. The API server sends none, so it
-comes from another client, or a tenant has found a pod that only the API server can read; to let
-that pass would let its state pass as well. A pod on which the code fails is refused, too.
+Both take a review in JSON and return the answer in JSON, whatever the review is. They handle only
+the creation of pods: schedulers and agents change pods later, and their annotations must stay.
+
+A review that cannot be read is refused with the reason. The API server sends no such review, so it
+comes from another client, or a tenant has found a pod that the API server can read and this code
+cannot. If that pod were admitted, its forged scheduler annotations would be, too. A pod on which
+the code fails is refused for the same reason.
 """
 
 from __future__ import annotations
@@ -63,17 +65,17 @@ class Reviewer:
         """Build it.
 
         Args:
-            family: its rules.
-            journal: what is denied is recorded there.
-            largest: returns the largest of what the Nodes offer, as far as it is known.
-            pinned: what becomes of ``spec.nodeName``.
+            family: the rules for new pods.
+            journal: records denied and failed reviews.
+            largest: returns the largest amounts that a Node offers, as far as they are known.
+            pinned: the treatment of ``spec.nodeName``.
         """
         self._family, self._journal = family, journal
         self._largest, self._pinned = largest, pinned
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def mutate(self, body: bytes) -> bytes:
-        """Answer with what a new pod is to have."""
+        """Answer with the changes to a new pod."""
         return self._answer(MUTATE, body, self._completed)
 
     def validate(self, body: bytes) -> bytes:
@@ -84,10 +86,10 @@ class Reviewer:
         """Refuse a review that is larger than ``most_bytes``.
 
         Args:
-            verb: what was asked.
+            verb: `MUTATE` or `VALIDATE`.
             start: its first bytes, at least `START_BYTES`.
-            most_bytes: so many are read.
-            client: who has sent it.
+            most_bytes: the limit.
+            client: the address of the sender.
         """
         problem = f"the {KIND} is larger than {most_bytes} bytes; make the pod smaller"
         review = cut_review(start, problem)
@@ -98,7 +100,7 @@ class Reviewer:
         return denied(review, problem, code=TOO_LARGE)
 
     def too_slow(self, verb: str, client: str) -> None:
-        """Take note of a review of ``client`` that did not arrive in time."""
+        """Record that a review of ``client`` did not arrive in time."""
         self._journal.record("webhook.too_slow", level="warning", verb=verb, client=client)
         self.counts[verb, SLOW] += 1
 

@@ -59,7 +59,7 @@ async def run(options: Options, family: AdmissionFamily, credentials: Credential
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        options: how.
+        options: the options of the webhook.
         family: the rules for new pods.
         credentials: for the API server; None where there are none.
 
@@ -74,8 +74,8 @@ async def run(options: Options, family: AdmissionFamily, credentials: Credential
 class _LargestNode:
     """The receiver of a watch of Nodes.
 
-    State: the largest of what was seen since the start. A Node that is removed may come back, so
-    it counts on.
+    State: the largest amounts that were seen since the start. They include removed Nodes, which may
+    come back.
     """
 
     def __init__(self, family: AdmissionFamily) -> None:
@@ -123,7 +123,7 @@ class Service:
                 journal=self._journal,
             )
         if isinstance(options.certificate, OwnCertificateOptions):
-            # It takes the library cryptography, which a certificate in files does not need.
+            # It imports the library cryptography, which a certificate in files does not need.
             from vgpu_agent.webhook.own_certificate import OwnCertificate  # noqa: PLC0415
 
             self._own = OwnCertificate(
@@ -142,15 +142,15 @@ class Service:
         return self._client
 
     def _largest(self) -> LargestNode:
-        """Return what is known; while Nodes are being listed, nothing is."""
+        """Return the largest known amounts; zeros until all Nodes have been listed."""
         stated = self._options.least_largest_node
-        bound = LargestNode(gpus=stated, is_bound=stated > 0)
+        limit = LargestNode(gpus=stated, is_limit=stated > 0)
         if self._nodes is None:
-            return bound
-        return self._sizes.seen.joined(bound) if self._nodes.synced.is_set() else LargestNode()
+            return limit
+        return self._sizes.seen.joined(limit) if self._nodes.synced.is_set() else LargestNode()
 
     def stop(self) -> None:
-        """Let `run` end."""
+        """Make `run` return."""
         self._stopping.set()
 
     @property
@@ -267,7 +267,7 @@ class Service:
                 most = self._options.max_body_bytes
                 found = _json(self._reviewer.too_large(verb, body.content, most, client))
             if self._stopping.is_set() or not body.ended:
-                found.force_close()  # the next call goes to a replica that stays
+                found.force_close()  # the next call goes to another replica
             return found
 
         return handle

@@ -1,9 +1,9 @@
-"""Places that few clients can have at a time, shared fairly by client address.
+"""Slots: a semaphore that is fair between client addresses.
 
-Any client that reaches the port can ask for all places and then be silent. So a free place goes to
-the address that has the fewest, and where none is free, an address that has several loses its
-oldest to one that has fewer. A limit per address would not do: all calls may come from the one
-API server.
+Any client that reaches the port can take all slots and then be silent. So a free slot goes to the
+address that has the fewest. If none is free, an address that has several loses its oldest slot to
+an address that has fewer. A fixed limit per address would not work: all calls may come from one API
+server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-# A large body of the API server arrives in much less; until then nobody else takes its place.
+# A large body of the API server arrives in much less time; a slot is not taken away before.
 UNDISTURBED_SECONDS = 0.5
 
 
@@ -35,30 +35,30 @@ class _Waiting(msgspec.Struct, eq=False):
 
 
 class Slots:
-    """``most`` places; `held` gives one.
+    """``most`` slots; use `held` to have one.
 
-    State: who has one and who waits, both oldest first.
+    State: the holders and the waiting clients, both oldest first.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._held: list[_Held] = []
-        self._losing: list[_Held] = []  # told to go, and not gone yet
+        self._cancelled: list[_Held] = []  # cancelled, but not gone yet
         self._waiting: list[_Waiting] = []
-        self._looking: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
     async def held(self, host: str, limit: asyncio.Timeout) -> AsyncIterator[None]:
-        """Wait for a place and have it.
+        """Wait for a slot, and hold it until the context ends.
 
         Args:
             host: the client's address.
-            limit: the caller's time limit around this; it ends early where the place is lost.
+            limit: the caller's timeout around this; it is moved to now when the slot is taken away.
         """
         waiting = _Waiting(host, limit, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         try:
-            self._share_out()
+            self._distribute()
             await waiting.got
             yield
         finally:
@@ -67,38 +67,40 @@ class Slots:
             elif (held := waiting.got.result()) in self._held:
                 self._held.remove(held)
             else:
-                self._losing.remove(held)
-            self._share_out()
+                self._cancelled.remove(held)
+            self._distribute()
 
-    def _share_out(self) -> None:
-        """Give free places to those who wait, and take some for them."""
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def _distribute(self) -> None:
+        """Give free slots to waiting clients; take one away if they have too few."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        while len(self._held) + len(self._losing) < self._most and (first := self._first()):
+        while len(self._held) + len(self._cancelled) < self._most and (first := self._first()):
             self._waiting.remove(first)
             held = _Held(first.host, now, first.limit)
             self._held.append(held)
             first.got.set_result(held)
         first = self._first()
-        if first and not self._losing and (oldest := self._surplus(first.host)):
+        if first and not self._cancelled and (oldest := self._surplus(first.host)):
             if (wait := oldest.since + UNDISTURBED_SECONDS - now) > 0:
-                self._looking = loop.call_later(wait, self._share_out)
+                self._timer = loop.call_later(wait, self._distribute)
             elif not oldest.limit.expired():
                 self._held.remove(oldest)
-                self._losing.append(oldest)
+                self._cancelled.append(oldest)
                 oldest.limit.reschedule(now)
 
     def _first(self) -> _Waiting | None:
-        """Return whose turn it is. Whoever is cancelled still waits for a moment."""
+        """Return the waiting client whose address has the fewest slots. A cancelled one may still
+        be in the list for a moment.
+        """
         counts = collections.Counter(held.host for held in self._held)
         waiting = [one for one in self._waiting if not one.got.done()]
         return min(waiting, key=lambda one: counts[one.host], default=None)
 
     def _surplus(self, host: str) -> _Held | None:
-        """Return the place that is taken for ``host``; None where it has its share."""
+        """Return the slot to take away for ``host``; None if no address has two more than it."""
         counts = collections.Counter(held.host for held in self._held)
         ((most_host, most),) = counts.most_common(1) or [(host, 0)]
         if most - counts[host] < 2:

@@ -1,7 +1,8 @@
-"""The rules of vgpu-manager for new pods, as the webhook asks for them (`families.admission`).
+"""The rules of vgpu-manager for new pods, behind the interface of `families.admission`.
 
-Beyond what vgpu-manager's webhook does (vgpu-manager §6), state is taken off wherever a new pod has
-some (vgpu-manager §4.2), and requests that no Node can ever serve are refused.
+*State* means the annotations and labels that only schedulers and agents write (vgpu-manager §4.2).
+In addition to the rules of vgpu-manager's webhook (vgpu-manager §6), state is removed from every
+new pod, and requests that no Node can ever serve are refused.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 _WHOLE = 100  # percent of a card's compute
 _SHOWN = 40  # characters of a wrong word
-# 4 TiB in MiB. All amounts from 5Mi on are above, and are what somebody writes who does not know
-# that there is no unit.
+# 4 TiB in MiB. A larger amount comes from a unit that does not belong there: 5Mi is read as
+# 5242880.
 _MOST_MEMORY_UNITS = 1 << 22
 
 
@@ -37,7 +38,7 @@ def build(options: AdmissionOptions) -> VgpuManagerAdmission:
     """Return the rules under these options.
 
     Raises:
-        ConfigError: a default is no word that schedulers know, or the domain is none.
+        ConfigError: a default is not a value that schedulers know, or the domain is invalid.
     """
     domain = options.domain or DEFAULT_DOMAIN
     keys, problems = Keys(domain), []
@@ -66,15 +67,16 @@ class VgpuManagerAdmission:
     # -- changes -----------------------------------------------------------------------------------
 
     def changes(self, pod: Pod) -> PodChanges:
-        """Return the defaults, and that all state goes (vgpu-manager §4.2).
+        """Return the defaults that a pod gets, and the removal of all state in it (vgpu-manager
+        §4.2).
 
-        A pod that opts out gets no defaults, and neither does the mirror of a static pod, which the
-        kubelet has started already. They may have been written by anyone, so they bring no state
-        either.
+        A pod that opts out gets no defaults. Neither does the mirror of a static pod, which the
+        kubelet has started already. Any user may have written either of them, so their state is
+        removed, too.
         """
         annotations: dict[str, str | None] = dict.fromkeys(self._state_in(pod.annotations))
         labels = dict.fromkeys(self._state_in(pod.labels))
-        if self._is_left_alone(pod):
+        if self._is_exempt(pod):
             return PodChanges(annotations, labels)
         limits = tuple(self._completed(container) for container in pod.containers)
         numbers = [
@@ -101,7 +103,7 @@ class VgpuManagerAdmission:
         )
 
     def _completed(self, container: PodContainer) -> dict[str, int]:
-        """Return the amounts that the container leaves open (vgpu-manager §6)."""
+        """Return the amounts that are added to the container's limits (vgpu-manager §6)."""
         keys, limits = self._keys, container.limits
         if not self._options.completes_limits or keys.number in container.unreadable:
             return {}
@@ -130,18 +132,19 @@ class VgpuManagerAdmission:
         keys = self._keys
         yield from (key for key in (*keys.state_annotations, *keys.state_labels) if key in texts)
 
-    def _is_left_alone(self, pod: Pod) -> bool:
+    def _is_exempt(self, pod: Pod) -> bool:
         opts_out = pod.labels.get(IGNORE_WEBHOOK_LABEL) == "true"
         return opts_out or MIRROR_POD in pod.annotations
 
     # -- judgement ---------------------------------------------------------------------------------
 
     def judge(self, pod: Pod, largest: LargestNode) -> Judgement:
-        """Return what no Node can ever serve, and state that `changes` would have taken off.
+        """Refuse requests that no Node can ever serve, and state, which `changes` would have
+        removed.
 
-        Of a pod that opts out, and of the mirror of a static pod, only state counts. The kubelet
-        runs a static pod whether there is a mirror or not, and without one schedulers do not see
-        the cards that it has.
+        A pod that opts out, and the mirror of a static pod, are refused for state only. The kubelet
+        runs a static pod whether there is a mirror or not, and without the mirror schedulers would
+        not see the cards that the pod has.
         """
         where = f"pod {pod.full_name}"
         forged = [*self._state_in(pod.annotations), *self._state_in(pod.labels)]
@@ -149,16 +152,16 @@ class VgpuManagerAdmission:
             f"{where}: {key} is written by schedulers and by agents only; remove it from the pod"
             for key in forged
         ]
-        if self._is_left_alone(pod):
+        if self._is_exempt(pod):
             return Judgement(tuple(refusals))
         if not any(asks(container, self._keys) for container in pod.containers):
-            return Judgement(tuple(refusals), tuple(self._in_vain(pod)))
+            return Judgement(tuple(refusals), tuple(self._without_effect(pod)))
         refusals += [
             f"{where}: annotation {key}: {rule.complaint(pod.annotations[key])}"
             for key, rule in policies.rules(self._keys).items()
             if not rule.allows(pod.annotations.get(key, ""))
         ]
-        warnings = list(self._in_vain(pod))
+        warnings = list(self._without_effect(pod))
         try:
             wanted = read_demand(pod, self._keys)
         except RequestRefusedError as err:
@@ -176,7 +179,7 @@ class VgpuManagerAdmission:
         keys = self._keys
         for container, name in zip(demand.containers, names, strict=True):
             place = f"pod {pod.full_name}, container {name}"
-            if largest.is_bound and largest.gpus < container.number:
+            if largest.is_limit and largest.gpus < container.number:
                 yield (
                     f"{place}: {keys.number} is {container.number}, and the largest Node has "
                     f"{largest.gpus} GPUs; ask for at most {largest.gpus}"
@@ -194,7 +197,7 @@ class VgpuManagerAdmission:
         waits = "the pod waits until there is a larger one"
         for container, name in zip(demand.containers, names, strict=True):
             place = f"container {quoted(name, _SHOWN)}"
-            if not largest.is_bound and 0 < largest.gpus < container.number:
+            if not largest.is_limit and 0 < largest.gpus < container.number:
                 yield (
                     f"{place}: {keys.number} is {container.number}, and the largest Node that was "
                     f"seen has {largest.gpus} GPUs; {waits}"
@@ -205,7 +208,7 @@ class VgpuManagerAdmission:
                     f"was seen has {largest.memory_units}; {waits}"
                 )
 
-    def _in_vain(self, pod: Pod) -> Iterator[str]:
+    def _without_effect(self, pod: Pod) -> Iterator[str]:
         keys = self._keys
         for container in pod.containers:
             if not asks(container, keys) and (
