@@ -77,7 +77,7 @@ Served at an address of their own while `vgpuManager.exporter.address` is set (d
 `service="vGPU"`. What is given out comes from the agent's ledger and not from annotations, so it is
 there without the API server.
 
-* Who asks again within `minScrapeIntervalSeconds` gets the last answer, with the header
+* A scrape within `minScrapeIntervalSeconds` after another one gets the same answer, with the header
   `X-Rate-Limited: true`.
 * With `authorised`, a scraper sends a token (`Authorization: Bearer …`) of an account that may `get`
   the non-resource URL `/metrics`. With `certificateFile` and `keyFile`, HTTPS.

@@ -113,7 +113,7 @@ async def test_the_node_configuration_is_followed_and_an_error_changes_nothing(
     problems = (await stage.agent.get("/debug/config"))["file_problems"]
     assert problems == [
         f'{file}:2: [0].nodeName: "node-(" is no regular expression (RE2): "missing ): node-("',
-        f"{file}: until that is corrected, what it said before stays in force",
+        f"{file}: until that is corrected, its previous content stays in force",
     ]
     assert stage.slots == 3
     assert [gpu["number"] for gpu in _register(stage)] == [3, 3]

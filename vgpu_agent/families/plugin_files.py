@@ -1,9 +1,9 @@
 """The configuration files of the plugins that families replace:
-where each is found, and which of its texts count.
+where each is found, and which version of its content is in force.
 
 A family declares its files in its `FamilySpec`. `agent` reads them, from the node or from a
-ConfigMap, and passes their texts to the family's builder. None of them can stop the agent: what is
-wrong in one is named, and what it said before stays in force.
+ConfigMap, and passes their texts to the family's builder. None of them can stop the agent: errors
+in a file are reported, and its previous content stays in force.
 """
 
 from __future__ import annotations

@@ -442,7 +442,7 @@ def test_a_file_with_an_error_changes_nothing() -> None:
     assert config.own == {"device_split_count": 4}
     assert config.problems == (
         f"{YAML}:1: configs[0].deviceSplitCount: expected an integer from 1 to 65536, got 0",
-        f"{YAML}: until that is corrected, what it said before stays in force",
+        f"{YAML}: until that is corrected, its previous content stays in force",
     )
     assert in_force(settings_of(**PATH), facts(GOOD, BAD, GOOD)).problems == ()
 

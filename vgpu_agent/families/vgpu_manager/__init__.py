@@ -1,1 +1,1 @@
-"""`vgpu-manager`: shares of GPUs as coldzerofear/vgpu-manager gives them out."""
+"""The family `vgpu-manager`: shares of GPUs, compatible with coldzerofear/vgpu-manager."""

@@ -1,11 +1,13 @@
-"""The texts by which vgpu-manager's extender gives cards to containers (vgpu-manager §4.2).
+"""The annotation values by which vgpu-manager's extender assigns cards to containers (vgpu-manager
+§4.2).
 
 ``init[0_GPU-…_100_24576];train[0_GPU-…_50_8192,1_GPU-…_50_8192]``: containers separated by ``;``,
 the claims of each by ``,``, and a claim is index, UUID, percent of compute and MiB of memory. That
-is vgpu-manager's word; it does not mean the ledger's claims.
+is vgpu-manager's word. It does not mean the claims of the ledger.
 
-Read when a container's share is decided, written once its container has started. Every user who may
-edit the pod may have written it, so only its form is relied on here.
+A text is read when a container's share is decided, and written once the container has started. Any
+user who may edit the pod can write it, so this module checks only its form. `decisions` checks the
+rest.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class NoControl:
     services = NO_SERVICES
 
     def provision(self, target: ControlTarget) -> Provision:
-        """Nothing."""
+        """Return no edits and no files."""
         del target
         return Provision()
 
@@ -48,7 +48,7 @@ DECISIVE_VARIABLES = "|".join(sorted(DECISIVE))
 def control_backend(
     settings: Settings, options: VgpuManagerOptions, facts: NodeFacts
 ) -> VgpuControl | NoControl:
-    """Return the backend that the settings ask for."""
+    """Return the configured backend."""
     if not is_limited(settings):
         return NoControl()
     control = settings.vgpu_control

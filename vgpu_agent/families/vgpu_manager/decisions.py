@@ -3,9 +3,9 @@ check it against the pod's request and this node.
 
 The claim is in ``pre-allocated``, by the container's name, so neither the order in which pods were
 bound nor ``predicate-time`` decides anything (vgpu-manager §12.3). The container in question is
-known from the kubelet's records. ``real-allocated`` is written after a start and gives nothing to a
-later one. Every user who may edit pods can write these annotations, so they never give more than
-the container's limits say. Called by `family`.
+known from the kubelet's records. ``real-allocated`` is written after a start, and no later start
+depends on it. Every user who may edit pods can write these annotations, so they never give more
+than the container's limits say. Called by `family`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerC
     one, as they start.
 
     Raises:
-        RequestRefusedError: the claim is malformed, is not for this node, or names what was not
-            asked for or does not exist.
+        RequestRefusedError: the claim is malformed, is not for this node, names a card that does
+            not exist, or names other amounts than the container asks for.
     """
     pod, container, keys = question.pod, requesting_container(question), options.keys
     text = pod.annotations.get(keys.pre_allocated, "")
@@ -71,8 +71,8 @@ def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerC
 
 
 def disagreement(claim: ContainerClaim, question: Question) -> str:
-    """Explain, as the end of a sentence, which indices of a claim are not those of the cards with
-    its UUIDs; empty when all are. The UUIDs count.
+    """Explain, as the end of a sentence, which indices of a claim do not belong to its UUIDs; empty
+    when all do. The UUIDs count.
     """
     numbers = {gpu.uuid: number for number, gpu in question.inventory.numbered.items()}
     wrong = [
@@ -86,7 +86,7 @@ def disagreement(claim: ContainerClaim, question: Question) -> str:
 def refused(
     pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY
 ) -> RequestRefusedError:
-    """The one form of every refusal: pod, key, value, what is wrong, what to do."""
+    """Return a refusal in the form that all have: pod, key, value, problem, remedy."""
     return RequestRefusedError(
         f"pod {pod.full_name}: annotation {key}={quoted(value)}: {problem}; {remedy}"
     )

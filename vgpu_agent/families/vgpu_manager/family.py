@@ -2,9 +2,9 @@
 coldzerofear/vgpu-manager offers them.
 
 Names, ids, annotations and environment are those of vgpu-manager §2 to §7, so a cluster can switch
-without touching a pod or its scheduler. The ids are only counted: vgpu-manager's extender writes
-into the pod what each container gets, and under the plain kube-scheduler the agent itself chooses
-the GPUs.
+without touching a pod or its scheduler. The ids decide nothing: vgpu-manager's extender writes into
+the pod what each container gets, and under the plain kube-scheduler the agent itself chooses the
+GPUs.
 
 This file is the interface for `allocation` and `agent`. Each part of the vocabulary has a file of
 its own: the offer (`offer`), a container's request (`requests`), the claims (`claims`,
@@ -121,7 +121,7 @@ class VgpuManagerFamily:
         return Decision(_shares(claim), by + disagreement(claim, question), by_scheduler=True)
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """Return the cards of each container's claim, without claims that could not start."""
+        """Return the cards in each container's claim, without claims that would be refused."""
         named = {}
         memory = collections.Counter[str]()
         for container in pod.containers:
@@ -223,7 +223,9 @@ class VgpuManagerFamily:
         return node_state.desired_node(view, self._options)
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Return the Node without what makes a scheduler send pods, see `node_state`."""
+        """Return the Node without the annotations by which schedulers send pods, see
+        `node_state`.
+        """
         del now
         return node_state.cleanup(self._options)
 

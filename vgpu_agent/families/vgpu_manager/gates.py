@@ -1,8 +1,9 @@
 """The feature gates of vgpu-manager: ``Gate=true,Other=false``, by their names and by those that
 they had before v1.0.0 (vgpu-manager §1.7).
 
-The replaced programs have two registries, and each refuses the gates of the other. Here all are
-known: those of the device plugin count, the others are named as without effect.
+The replaced programs have two sets of gates, and each program refuses the gates of the other. Here
+all are accepted. Those of the device plugin count, and a message says that the others have no
+effect.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class Gates(msgspec.Struct, frozen=True):
         tracks_virtual_memory: VirtualMemoryTracking.
         client_mode: DevicePluginClientMode.
         prefer_claimed: HonorPreAllocatedDeviceIDs.
-        problems: one sentence for each word that is no gate with a value.
-        without_effect: one sentence for each gate of another program, and for each gate that is
-            overridden by a later word with its other name.
+        problems: one sentence for each entry that is not ``Gate=value``.
+        without_effect: one sentence for each gate of another program, and for each entry that a
+            later entry with the gate's other name overrides.
     """
 
     offer_cores: bool = False
@@ -102,8 +103,8 @@ class Gates(msgspec.Struct, frozen=True):
 
 
 def read_gates(words: Sequence[str]) -> Gates:
-    """Read words such as ``GPUCoreResourcePlugin=true``; the last word about a gate counts.
-    Never raises.
+    """Read entries such as ``GPUCoreResourcePlugin=true``; the last entry of a gate counts. Never
+    raises.
     """
     values: dict[str, bool] = {}
     counts: dict[str, str] = {}  # gate → its last word

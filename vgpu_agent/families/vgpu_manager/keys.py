@@ -32,7 +32,9 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> str:
-        """Each card has one id for each container that may share it. Only these ids are booked."""
+        """Slots: each card has one id for each container that may share it. Only these are
+        booked.
+        """
         return self._key("vgpu-number")
 
     @property

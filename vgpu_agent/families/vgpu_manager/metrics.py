@@ -2,9 +2,9 @@
 dashboards go on working (vgpu-manager §10.1).
 
 They are served at an address of their own while ``vgpuManager.exporter.address`` is set: a cluster
-may scrape port 3456 of all its nodes, whichever agent a node has. What is granted comes from the
-ledger, and not from annotations, so it is there before the API server has it. A value that is not
-known is absent.
+may scrape port 3456 of all its nodes, whichever agent a node has. Grants come from
+the ledger, not from annotations, so they are shown before the API server has them. An unknown value
+is absent.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ each node or kind of node (vgpu-manager §1.6).
 
 It is YAML (``version: v1`` and ``configs``) or a JSON array with comments, and is read unchanged.
 The first entry whose ``nodeName`` is the node's name, or a regular expression for it, beats flags
-and settings. A file with an error anywhere changes nothing: what it said before stays in force, and
-the error is named with its line. Called by `spec` whenever the file or the settings have changed.
+and settings. A file with an error anywhere changes nothing: its previous content stays in force,
+and a message names the error with its line. Called by `spec` whenever the file or the settings have
+changed.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _JSON_PARTS = re.compile(
     r"""(?P<string>"(?:[^"\\]|\\.)*(?:"|\\?\Z))|//[^\n]*|/\*.*?(?:\*/|\Z)|\t""", re.DOTALL
 )
 
-# A star as in a shell pattern: not behind a character that a regular expression would have
-# repeated on purpose.
+# A star as in a shell pattern: not after a character that a regular expression may repeat on
+# purpose.
 _SHELL_STAR = re.compile(r"(?<![+.*)\]\\}?])\*")
 _ANY_CHARACTERS = "; write .* for any characters"
 
@@ -165,14 +166,14 @@ def in_force(settings: Settings, facts: NodeFacts) -> NodeConfig:
             )
         )
     found = [read_node_config(text, settings.node_name_or_hostname, path) for text in texts]
-    sound = next((config for config in reversed(found) if config.is_valid), NodeConfig())
+    valid = next((config for config in reversed(found) if config.is_valid), NodeConfig())
     problems = found[-1].problems if found else ()
     if trouble := facts.unreadable.get(FILE):
         problems = (*problems, f"{path}: cannot be read: {trouble}; make it readable")
     if problems:
-        stays = "what it said before stays in force" if sound.entry else "flags and settings count"
+        stays = "its previous content stays in force" if valid.entry else "flags and settings count"
         problems = (*problems, f"{path}: until that is corrected, {stays}")
-    return msgspec.structs.replace(sound, problems=problems)
+    return msgspec.structs.replace(valid, problems=problems)
 
 
 def is_valid(settings: Settings, text: str) -> bool:

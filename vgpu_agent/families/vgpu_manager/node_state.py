@@ -3,8 +3,7 @@ labels with the driver's versions, and no resource that is not offered any more 
 §2.2).
 
 The texts are byte for byte those of the replaced plugin, so a node that is switched over looks the
-same. All are expressed as desired state; `cluster` writes the difference, and nothing while nothing
-changes. Called by `family`.
+same. They are desired state: `cluster` writes only the difference. Called by `family`.
 """
 
 from __future__ import annotations
@@ -62,7 +61,9 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     """
     inventory, keys = view.inventory, options.keys
     if not inventory.version:
-        return DesiredNode()  # the values from before the agent's restart are still the best ones
+        return (
+            DesiredNode()
+        )  # until the GPUs are read, the annotations from before the restart stay
     stale = DesiredNode(capacity=_stale(view, options))
     if not inventory.numbered:
         return cleanup(options).joined(stale)
@@ -110,8 +111,8 @@ def _stale(view: NodeView, options: VgpuManagerOptions) -> dict[str, None]:
 
 
 def cleanup(options: VgpuManagerOptions) -> DesiredNode:
-    """Return the desired state of a Node that the agent leaves for good: none of what it writes,
-    and all that operators supply as it is.
+    """Return the desired state of a Node that the agent leaves for good: without the annotations
+    and labels that the agent writes. Those that operators supply are not mentioned, so they stay.
     """
     keys = options.keys
     written = (keys.node_config, keys.node_register, keys.node_topology, keys.node_heartbeat)
@@ -120,7 +121,7 @@ def cleanup(options: VgpuManagerOptions) -> DesiredNode:
 
 
 def config_text(options: VgpuManagerOptions) -> str:
-    """Return how the node divides its GPUs (vgpu-manager §13.1)."""
+    """Return the annotation about the division of the node's GPUs (vgpu-manager §13.1)."""
     return _json(
         {
             "deviceSplit": options.split,
@@ -134,10 +135,10 @@ def config_text(options: VgpuManagerOptions) -> str:
 def register_text(
     inventory: Inventory, options: VgpuManagerOptions, *, healthy: Mapping[str, bool]
 ) -> str:
-    """Return the node's GPUs, one entry for each number from 0 on.
+    """Return the annotation with the node's GPUs, one entry for each number from 0 on.
 
     A gap in the numbers crashes vgpu-manager's extender (vgpu-manager §3). So a GPU that is lost
-    keeps its entry, and one that has never answered has one without anything that could be granted.
+    keeps its entry. A GPU that has never answered has an entry with no memory that is unhealthy.
     """
     numbered = inventory.numbered
     return _json(
@@ -192,7 +193,7 @@ def _silent_entry(number: int, options: VgpuManagerOptions) -> dict[str, Any]:
 
 
 def topology_text(inventory: Inventory) -> str:
-    """Return the types of the links from each GPU to each other one, as far as they are known."""
+    """Return the annotation with the known types of the links from each GPU to each other one."""
     numbered = inventory.numbered
     return _json(
         [
@@ -254,7 +255,7 @@ def _unless_too_long(text: str | None) -> str | None:
 
 
 def _as_go_prints(number: float) -> float | int:
-    """Return ``number`` so that JSON has it without a fraction where it has none."""
+    """Return ``number`` as Go prints it in JSON: without a fraction if it is whole."""
     return int(number) if number.is_integer() else number
 
 

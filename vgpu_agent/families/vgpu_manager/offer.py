@@ -1,4 +1,4 @@
-"""The offer of a node in the words of `vgpu-manager`: one id for each container that may share a
+"""The resources that a node offers for `vgpu-manager`: one id for each container that may share a
 card; and, for quotas, the cards' compute and memory (vgpu-manager §2.1, §2.2).
 
 Only ``vgpu-number`` is booked and answered. Compute and memory are lists of ids that schedulers and

@@ -30,13 +30,14 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
         offer_cores: the resource of cores is offered, for quotas (GPUCoreResourcePlugin).
         offer_memory: the same of memory (GPUMemoryResourcePlugin).
         topology: the links between GPUs are written on the Node (TopologyAwareGPUAllocation).
-        prefer_claimed: the kubelet is advised which ids suit a scheduler's claim
+        prefer_claimed: GetPreferredAllocation names ids of the GPUs in a scheduler's claim
             (HonorPreAllocatedDeviceIDs).
         reschedule: pods that this node has failed are evicted or recreated
             (AllocationFailureReschedule).
         sm_watcher: the agent samples the use of compute for all containers
             (SharedSMUtilizationWatcher).
-        tracks_virtual_memory: containers keep account of spilled memory (VirtualMemoryTracking).
+        tracks_virtual_memory: containers count the memory that spills into the host's
+            (VirtualMemoryTracking).
         mig_strategy: ``none``, ``single`` or ``mixed``.
         types_cut_numbers: where the agent places a container, ``A10`` in its pod's annotations also
             means ``A100``, as for vgpu-manager.

@@ -1,8 +1,8 @@
 """Place a container that no extender has placed, by the rules of vgpu-manager's extender on one
 node (vgpu-manager §5.5, §5.6).
 
-The kube-scheduler has only counted, so the agent chooses the cards: those with room that the pod's
-annotations allow, by its device policy and its topology mode. Called by `family`.
+The kube-scheduler has only counted ids, so the agent chooses the cards: those with room that the
+pod's annotations allow, by its device policy and its topology mode. Called by `family`.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def _chosen(
     policy: str,
     mode: str,
 ) -> Chosen:
-    """Choose among the cards that the pod has already, for an init container; then among those that
-    no other family has or waits for; then among all.
+    """Choose cards: for an init container, first among those that the pod has already; then among
+    those that no other family has or waits for; then among all.
 
     Raises:
         CapacityError: the topology mode cannot be followed.

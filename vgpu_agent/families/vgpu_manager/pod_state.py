@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 FINISHED = "9223372036854775807"
-"""The ``predicate-time`` of a pod whose allocation has ended, well or not."""
+"""The ``predicate-time`` of a pod whose allocation has ended, with success or not."""
 
 ALLOCATING, SUCCEED, FAILED = "allocating", "succeed", "failed"
 
@@ -56,20 +56,22 @@ def desired_pod(
         indices: UUID → the card's index on the node.
         failed: the pod will never start here.
     """
-    desired = _failed(pod, keys) if failed else _served(pod, grants, keys, indices)
+    desired = _failed(pod, keys) if failed else _started(pod, grants, keys, indices)
     return DesiredPod(
         _differing(desired.annotations, pod.annotations), _differing(desired.labels, pod.labels)
     )
 
 
 def _differing(
-    desired: Mapping[str, str | None], standing: Mapping[str, str]
+    desired: Mapping[str, str | None], present: Mapping[str, str]
 ) -> dict[str, str | None]:
-    return {key: value for key, value in desired.items() if standing.get(key) != value}
+    return {key: value for key, value in desired.items() if present.get(key) != value}
 
 
 def _failed(pod: Pod, keys: Keys) -> DesiredPod:
-    """``pre-allocated`` stays; a pod without a scheduler's claim is left alone."""
+    """Return the state after a failure. ``pre-allocated`` stays, and a pod without a scheduler's
+    claim is not changed.
+    """
     if keys.pre_allocated not in pod.annotations and keys.phase not in pod.labels:
         return DesiredPod()
     return DesiredPod(
@@ -77,7 +79,7 @@ def _failed(pod: Pod, keys: Keys) -> DesiredPod:
     )
 
 
-def _served(
+def _started(
     pod: Pod, grants: Mapping[str, Grant], keys: Keys, indices: Mapping[str, int]
 ) -> DesiredPod:
     asking = [each for each in pod.containers if asks(each, keys)]

@@ -2,9 +2,9 @@
 (vgpu-manager §5.3).
 
 Called by `decisions` to compare a scheduler's claim with what the pod really asks for, and by
-`family` to place a container that no scheduler has placed. Two defaults surprise: cores without
-memory take all of the card's memory, and memory without cores is not limited in compute. Schedulers
-count with them, so they stay.
+`family` to place a container that no scheduler has placed. Two defaults may surprise: a request for
+cores alone gets all of the card's memory, and a request for memory alone has no limit of compute.
+Schedulers rely on both, so they stay.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Request(msgspec.Struct, frozen=True):
         return card_mib if self.memory_mib is None else self.memory_mib
 
     def text(self) -> str:
-        """Return what each card is to have, for people."""
+        """Return the demand on each card, for messages."""
         memory = "all of the memory" if self.memory_mib is None else f"{self.memory_mib} MiB"
         compute = f"{self.cores_percent} %" if self.cores_percent else "no limit"
         return f"{memory} and {compute} of the compute"
@@ -101,8 +101,7 @@ def listed_texts(pod: Pod, key: str) -> tuple[str, ...]:
     """Return the entries of a list of cards in an annotation, in lower case (vgpu-manager §4.1).
 
     Raises:
-        RequestRefusedError: the list is longer than any real one; each entry is compared with each
-            card.
+        RequestRefusedError: the list is too long; each entry would be compared with each card.
     """
     text = pod.annotations.get(key, "")
     if len(text) > _LONGEST_LIST:

@@ -52,8 +52,8 @@ class Exporter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             ge=0,
             le=3600,
             description=(
-                "Who asks again within that time gets the last answer, with the header "
-                "`X-Rate-Limited: true`."
+                "A scrape within this time after another one gets the same answer, with the "
+                "header `X-Rate-Limited: true`."
             ),
         ),
     ] = 1.0
@@ -81,7 +81,7 @@ class Exporter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
 class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The family `vgpu-manager`. The node configuration of vgpu-manager, where there is one,
-    beats this.
+    overrides this.
     """
 
     domain: Annotated[
@@ -134,9 +134,9 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
                 "offer `vgpu-cores` and `vgpu-memory`, for quotas. `TopologyAwareGPUAllocation` "
                 "writes the links between GPUs on the Node. `HonorPreAllocatedDeviceIDs` asks the "
                 "kubelet for ids of the GPUs that a scheduler has chosen. "
-                "`AllocationFailureReschedule` evicts pods that failed here, or makes them anew. "
+                "`AllocationFailureReschedule` evicts pods that failed here, or recreates them. "
                 "`SharedSMUtilizationWatcher` measures compute once for all containers. "
-                "`VirtualMemoryTracking` keeps account of spilled memory. `DevicePluginClientMode` "
+                "`VirtualMemoryTracking` counts spilled memory. `DevicePluginClientMode` "
                 "has containers register their processes."
             ),
         ),
@@ -281,7 +281,7 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
     strategy, _ = static_mig_strategy(settings, vgpu)
     offered = [(keys.number, strategy != "single")]
     offered += [(keys.cores, gates.offer_cores), (keys.memory, gates.offer_memory)]
-    # The key that an operator has set, and may change.
+    # The setting that an operator has to change in a conflict.
     path = "families.vgpuManager" if vgpu.domain == DEFAULT_DOMAIN else f"{SECTION}.domain"
     for name in (name for name, is_offered in offered if is_offered):
         yield OfferedName(name, FAMILY, path)

@@ -64,8 +64,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     problems = [*config.problems, *config.notes]
     problems += [f"{section.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
     problems += [f"{SECTION}.migStrategy: {why_not}"] if why_not else []
-    # A CDI spec of a grant's own needs no NVIDIA runtime, and a list strategy in the node
-    # configuration must not change that.
+    # Where each grant has a CDI spec of its own, no NVIDIA runtime is needed, and a list strategy
+    # in the node configuration must not change that.
     own_specs = settings.cdi.inline and facts.late
     lists = facts.pod_lists if own_specs else config.lists(facts.pod_lists, plugin)
     options = VgpuManagerOptions.from_settings(settings, vgpu, lists=lists)
@@ -117,7 +117,7 @@ def _renamed(settings: Settings) -> Vocabulary:
 
 
 def _stale_keys(settings: Settings) -> tuple[str, ...]:
-    """Return what is taken off when a pod is recreated."""
+    """Return the annotations and labels that are removed when a pod is recreated."""
     keys = Keys(settings.section(VgpuManager).domain)
     return (*keys.state_annotations, *keys.state_labels)
 

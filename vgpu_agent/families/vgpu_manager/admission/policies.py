@@ -1,8 +1,8 @@
-"""The words that users write on pods (vgpu-manager §4.1): which are known, and which contradict
-each other.
+"""The values of users' annotations on pods (vgpu-manager §4.1): the valid ones, and contradictions
+between them.
 
-Schedulers take an unknown word for ``none``, and the pod runs in another way than its owner
-believes.
+Schedulers treat an unknown value as ``none``, so the pod would run in another way than its owner
+expects.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Rule(msgspec.Struct, frozen=True):
     Attributes:
         words: all of them, or examples.
         accepts: tells whether a text is one.
-        expected: of which kind they are, for people.
-        any_case: whether `accepts` gets the text in small letters.
+        expected: a description of the values, for messages.
+        any_case: case does not matter: `accepts` gets the text in lower case.
     """
 
     words: tuple[str, ...]
@@ -52,7 +52,7 @@ class Rule(msgspec.Struct, frozen=True):
     any_case: bool = True
 
     def allows(self, text: str) -> bool:
-        """Tell whether schedulers know the text; a blank one counts as no annotation."""
+        """Tell whether schedulers know the value; a blank one counts as no annotation."""
         word = text.strip()
         return not word or self.accepts(word.lower() if self.any_case else word)
 
@@ -106,11 +106,10 @@ def seconds_of(duration: str) -> float:
 
 
 def contradictions(demand: Demand, keys: Keys) -> Iterator[str]:
-    """Yield why no card at all can be what the pod wants, one sentence for each pair of
-    annotations.
+    """Yield the reasons why no card can ever match a pod's annotations, one sentence each.
 
-    A card must contain a text of the list to be included, and none of the other one. So nothing
-    remains if each text to be included has one in it that excludes it.
+    The name or UUID of a card must contain a text of the include list, and none of the exclude
+    list. So no card matches if each included text contains an excluded one.
     """
     for include, exclude, included, excluded, has in (
         (keys.include_type, keys.exclude_type, demand.include_types, demand.exclude_types, _has),
@@ -145,8 +144,8 @@ def _has_text(text: str, part: str) -> bool:
 
 
 def _has(text: str, part: str) -> bool:
-    """Tell whether each product name with ``text`` has ``part``, too. A part that cuts a number
-    does not count: our extender does not take ``a10`` for a part of ``a100``, vgpu-manager's does.
+    """Tell whether each product name that contains ``text`` also contains ``part``. Numbers match
+    as a whole: our extender does not find ``a10`` in ``a100``, vgpu-manager's does.
     """
     before = r"(?<![0-9])" if part[:1].isdecimal() else ""
     after = r"(?![0-9])" if part[-1:].isdecimal() else ""

@@ -1,1 +1,1 @@
-"""The texts on Nodes and pods of this family, for a scheduler."""
+"""The annotations on Nodes and pods of this family, for the scheduler extender."""

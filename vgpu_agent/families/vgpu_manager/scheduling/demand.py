@@ -34,12 +34,12 @@ _MAX_ENTRIES = 64  # of a list in an annotation; each is compared with each card
 def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> PodDemand | None:
     """Return the demand of a pod, None if none of its containers asks for cards.
 
-    Unknown words of policies count as ``none`` (vgpu-manager §4.1).
+    Unknown values of policies count as ``none`` (vgpu-manager §4.1).
 
     Raises:
         RequestRefusedError: no Node can ever serve it: a limit is no whole number or is out of
-            range, an annotation is too long, or the operator wants no such request. The text names
-            pod, container, key and value.
+            range, an annotation is too long, or the operator has forbidden such a request. The text
+            names pod, container, key and value.
     """
     asking = [container for container in pod.containers if asks(container, keys)]
     if not asking:

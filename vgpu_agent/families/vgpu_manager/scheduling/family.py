@@ -91,8 +91,8 @@ class VgpuManagerScheduling:
     def when_bound(
         self, wanted: PodDemand, holding: Holding, numbers: Mapping[str, int], now_ns: int
     ) -> DesiredPod:
-        """Return the state that vgpu-manager's extender has written when it binds a pod, in its two
-        patches together (vgpu-manager §4.3). ``numbers`` has the index of each card by UUID.
+        """Return the annotations and labels that vgpu-manager's extender writes in its two patches
+        until a pod is bound (vgpu-manager §4.3). ``numbers`` has the index of each card by UUID.
         """
         keys = self._keys
         claims = (

@@ -1,8 +1,8 @@
 """The cards that a bound pod holds, by the claims in its annotations (vgpu-manager §4.2, §4.4).
 
 Claims count from the moment when the pod is bound until it has ended. Those of a pod without a Node
-are worth nothing: any user can write them, and what the agent's own extender has reserved for such
-a pod is in its memory (`placement.nodes.book`, vgpu-manager §12.3).
+do not count: any user can write them, and the cards that the agent's own extender keeps for such a
+pod are in its memory (`placement.nodes.book`, vgpu-manager §12.3).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def holding_of(pod: Pod, keys: Keys) -> Holding | None:
-    """Return what the pod holds on its Node, None if that is nothing.
+    """Return the cards that the pod holds on its Node, None if there are none.
 
-    Only containers that ask for cards count: the kubelet gives no other one a device, whatever a
-    user has written. Of each the claim in ``real-allocated`` (what it has received) counts,
-    otherwise that in ``pre-allocated`` (the scheduler's). A malformed annotation counts for nothing
-    while the other one can be read: a user who spoils the one must not free the cards of the other.
+    Only containers that ask for cards count: the kubelet gives other containers no device, whatever
+    a user has written. The claim in ``real-allocated`` (what the container has received) comes
+    before that in ``pre-allocated`` (the scheduler's). If one of the annotations is malformed, only
+    the other one counts: a user who corrupts one must not free the cards in the other.
 
     Raises:
         ClaimsTextError: nothing can be read; the message is the end of a sentence that names the
