@@ -1,9 +1,8 @@
-"""Entry of the command line: one parser,
-one place where an error becomes a line and an exit status.
+"""Entry point of the command line: the parser, and the conversion of errors into a line on stderr
+and an exit status.
 
-Exit status: 0 done, 1 it failed, 2 it was asked for wrongly (flags or configuration), 130
-interrupted. A command is a module with `add_parser`; its parser leaves ``run`` in the parsed
-arguments.
+Exit status: 0 success, 1 failure, 2 wrong usage (flags or configuration), 130 interrupted. A
+command is a module with `add_parser`; its parser leaves ``run`` in the parsed arguments.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
-# Commands in the order of --help. A module is imported only for its own command: `status` must not
-# pay for the agent's libraries.
-# Those of the simulator are there only where it is: in a checkout, not in a wheel or the image.
+# Commands in the order of --help. A module is imported only for its own command, so that `status`
+# does not import the agent's libraries. The simulator's commands exist only in a checkout, not in a
+# wheel or the image.
 _SIMULATOR = "vgpu_agent.sim"
 _COMMANDS = {
     "run": ("vgpu_agent.cli.run", "run the agent on this node"),
@@ -67,7 +66,7 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong call in one line."""
+    """Reports wrong usage in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and leave with `USAGE`."""
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments, unknown = _parser(words).parse_known_args(words)
-        # argparse would send the reader to the top help, which does not know a command's flags
+        # argparse would refer to the top help, which does not list a command's flags
         if unknown:
             _Parser(prog=f"vgpu-agent {_command(words)}".strip()).error(
                 f"unrecognized arguments: {' '.join(unknown)}{_meant(_command(words), unknown)}"
@@ -110,7 +109,7 @@ def _meant(command: str, unknown: Sequence[str]) -> str:
     """
     if command not in _WITH_SETTINGS:
         return ""
-    # Only for a wrong call: other commands must not pay for them.
+    # Imported only for wrong usage, so that other calls start quickly.
     from vgpu_agent.config.options import options  # noqa: PLC0415
     from vgpu_agent.config.suggestions import nearest  # noqa: PLC0415
 

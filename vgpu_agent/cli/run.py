@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=_run)
 
 
-# 110 pods and HTTP servers at their connection limits need fewer than 2,000. A higher limit would
-# only let the kernel's table of descriptors grow.
+# 110 pods and HTTP servers at their connection limits need fewer than 2,000 descriptors. A higher
+# limit would only let the kernel's table of descriptors grow.
 _MAX_DESCRIPTORS = 65536
 
 

@@ -1,5 +1,5 @@
 """The command ``vgpu-agent scheduler``: the extender of kube-scheduler, with the flags of
-vgpu-manager's (vgpu-manager §1.3).
+vgpu-manager's extender (vgpu-manager §1.3).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ examples:
       --enable-tls --tls-cert-file tls.crt --tls-key-file tls.key
                                                       two replicas behind a Service
 
-Whoever reaches the port can have any pod bound: do not listen on an address of the network without
-a NetworkPolicy that lets only kube-scheduler through. Exit status: 0 after SIGTERM or SIGINT, 1
-when it cannot start, 2 when a flag is wrong.
+Any client that reaches the port can bind any pod: do not listen on an address of the network
+without a NetworkPolicy that lets only kube-scheduler through. Exit status: 0 after SIGTERM or
+SIGINT, 1 when it cannot start, 2 when a flag is wrong.
 """
 _DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|s|m|h))+\Z", re.ASCII)
 _PART = re.compile(r"([0-9.]+)(ms|s|m|h)", re.ASCII)
@@ -65,8 +65,8 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--family",
         "NAME",
-        "the family whose pods it places: by default that whose flags these are; another one needs "
-        "an extender of its own",
+        "the family whose pods it places (default: the family whose replaced extender has these "
+        "flags); each family needs an extender of its own",
     )
     add("--domain", "NAME", "the domain of the keys on Nodes and pods", _DOMAIN, type=_domain)
     add("--scheduler-name", "NAME", "the source of its events", "vgpu-scheduler")
@@ -92,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--cert-refresh-interval",
         "DURATION",
-        "how often both files are looked at",
+        "how often both files are checked for a renewed certificate",
         "5s",
         type=_seconds,
     )
@@ -105,8 +105,8 @@ def add_parser(subparsers: Any) -> None:
     )
     add_switch(
         "--watch-lease",
-        "label the extender's own pod leader or follower, after the Lease of the kube-scheduler "
-        "in the same pod",
+        "label the extender's own pod leader or follower, according to the Lease of the "
+        "kube-scheduler in the same pod",
     )
     add_switch(
         "--leader-elect",
@@ -127,8 +127,8 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--type-match",
         "RULE",
-        "how a pod's words for product names match: words, or substring, by which A10 means A100, "
-        "too, as for the replaced extender",
+        "how the texts in a pod's annotations match product names: words, or substring, with which "
+        "A10 also matches A100, as in the replaced extender",
         _WORDS,
         choices=(_WORDS, _SUBSTRING),
     )
@@ -152,15 +152,15 @@ def add_parser(subparsers: Any) -> None:
     add("--log-format", "FORMAT", "json or console", "json", choices=("json", "console"))
     for flag, why in {
         "--master": "the address is in the kubeconfig",
-        "--kube-api-qps": "each pod costs one or two requests, and none is held back",
+        "--kube-api-qps": "each pod costs one or two requests, and they are not rate-limited",
         "--kube-api-burst": "the same",
         "--pprof-bind-port": "there is no pprof",
-        "--feature-gates": "links between cards always count where the Node tells them, and no "
-        "verb waits for another",
+        "--feature-gates": "links between cards always count where the Node's annotation has them, "
+        "and verbs are not serialized",
         "--vmodule": "use --log-level",
     }.items():
         add(flag, "VALUE", _NO_EFFECT + why)
-    # As Go takes them: one dash is enough, and a switch needs no value.
+    # As Go parses flags: one dash is enough, and a switch needs no value.
     parser.add_argument("-v", "--v", metavar="VALUE", help=_NO_EFFECT + "use --log-level")
     add_switch("--logtostderr", _NO_EFFECT + "the log is on stderr")
     parser.set_defaults(run=_run)
@@ -173,13 +173,13 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # See `run`: process 1 of a container needs a handler before the loop has one.
+    # See `run`: process 1 of a container needs a handler before the event loop has one.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     problems = _problems(arguments)
     if problems:
         raise ConfigError(problems)
     log.configure(log_format=arguments.log_format, level=arguments.log_level, cache_loggers=True)
-    # A wrong flag is reported before these take their time.
+    # These imports are slow, and a wrong flag is reported before them.
     from vgpu_agent.cluster.credentials import from_place  # noqa: PLC0415
     from vgpu_agent.scheduler.service import Service  # noqa: PLC0415
 
@@ -252,7 +252,7 @@ def _options(arguments: argparse.Namespace, environment: Mapping[str, str]) -> A
         lease = Lease(
             arguments.leader_elect_resource_namespace or pod_namespace or "kube-system",
             arguments.leader_elect_resource_name,
-            # another life of this process must not take the Lease for its own
+            # random, so that a restarted process does not take its old Lease for its own
             prefix if arguments.watch_lease else f"{prefix}_{os.urandom(8).hex()}",
             is_schedulers=arguments.watch_lease,
         )
@@ -278,7 +278,7 @@ def _boolean(text: str) -> bool:
 
 
 def _seconds(text: str) -> float:
-    if re.fullmatch("[0-9]{1,9}", text, re.ASCII):  # as charts before v1.0.0 write it
+    if re.fullmatch("[0-9]{1,9}", text, re.ASCII):  # seconds, as charts before v1.0.0 write them
         return float(text)
     if not _DURATION.match(text):
         raise argparse.ArgumentTypeError(f"expected a duration such as 30s or 1m, got {text!r}")
@@ -292,7 +292,7 @@ def _port(text: str) -> int:
 
 
 def _address(text: str) -> str:
-    if not text.strip():  # it would be every address
+    if not text.strip():  # an empty one would mean every address
         raise argparse.ArgumentTypeError(f"expected an address such as 0.0.0.0, got {text!r}")
     return text
 

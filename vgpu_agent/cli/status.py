@@ -1,9 +1,8 @@
 """``vgpu-agent status``: the node on one page, or one pod in sentences,
 asked from the running agent over its debug port.
 
-Built into the command line by `cli`; needs nothing of the node but that port, so it also works
-inside the agent's pod and through a port forward. Plain http.client: no proxy from the environment
-may come between the agent and the loopback interface, and aiohttp takes long to import.
+Needs nothing but that port, so it also works inside the agent's pod and through a port forward.
+Uses plain http.client: it ignores proxies in the environment, and aiohttp takes long to import.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the overview, or what is known of one pod.
 
     Raises:
-        ConfigError: the address makes no sense.
+        ConfigError: the address is invalid.
         AgentError: the agent cannot be reached, or another program answers; one line with the
             remedy.
     """

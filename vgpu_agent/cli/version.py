@@ -1,4 +1,4 @@
-"""``vgpu-agent version``: which agent this is, for bug reports and rollouts."""
+"""``vgpu-agent version``: the version of the agent, for bug reports and rollouts."""
 
 from __future__ import annotations
 

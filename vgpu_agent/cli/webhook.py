@@ -36,7 +36,7 @@ _SWITCH = {
     **dict.fromkeys(("1", "t", "T", "true", "TRUE", "True"), True),
     **dict.fromkeys(("0", "f", "F", "false", "FALSE", "False"), False),
 }  # Go's strconv.ParseBool
-# Flags of the replaced webhook that mean nothing here; klog's are the last ones.
+# Flags of the replaced webhook without effect here; the last ones are those of klog.
 _WITHOUT_EFFECT = (
     "--kube-api-qps",
     "--kube-api-burst",
@@ -76,7 +76,11 @@ def _add_replaced(group: argparse._ArgumentGroup) -> None:
         shown = f" (default {default})" if default else ""
         group.add_argument(flag, metavar=metavar, default=default, help=text + shown)
 
-    add("--scheduler-name", "NAME", "scheduler of pods that have not chosen one; empty: theirs")
+    add(
+        "--scheduler-name",
+        "NAME",
+        "schedulerName of pods that have not chosen one; empty: not changed",
+    )
     group.add_argument(
         "--server-bind-port",
         metavar="PORT",
@@ -88,7 +92,7 @@ def _add_replaced(group: argparse._ArgumentGroup) -> None:
     add(
         "--cert-dir",
         "DIRECTORY",
-        "folder of a certificate that something else renews",
+        "folder of a certificate that another program renews",
         "/tmp/k8s-webhook-server/serving-certs",  # noqa: S108 - the replaced webhook's default
     )
     add("--tls-cert-name", "FILE", "the certificate in it, with its chain", "tls.crt")
@@ -119,8 +123,8 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
         "--pinned-pods",
         choices=("affinity", "hostname", "keep"),
         default="affinity",
-        help="how a pod that names its node is scheduled: by the node's name, by the label "
-        "kubernetes.io/hostname, or not at all (default affinity)",
+        help="how a pod with spec.nodeName is sent to that node by a scheduler: by affinity to the "
+        "node's name, by the label kubernetes.io/hostname, or not at all (default affinity)",
     )
     _add_switch(
         group,
@@ -171,8 +175,8 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
 def _add_times(group: argparse._ArgumentGroup) -> None:
     for flag, default, text in (
         ("--body-seconds", 4.0, "how long a request may take to arrive"),
-        ("--drain-seconds", 5.0, "how long to go on after a signal to stop"),
-        ("--stop-seconds", 10.0, "how long answers under way may take after that"),
+        ("--drain-seconds", 5.0, "how long to answer further requests after a signal to stop"),
+        ("--stop-seconds", 10.0, "how long unfinished requests may take after that"),
     ):
         group.add_argument(
             flag,

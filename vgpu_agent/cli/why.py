@@ -36,8 +36,8 @@ _EXAMPLES = f"""examples:
   vgpu-agent why ml/train-0 --json | jq .situation         for scripts
   vgpu-agent why ml/train-0 --scheduler https://127.0.0.1:3456 --ca-file ca.crt
 
-The exit status is 0 when the extender explained the pod, whatever it said; 1 when it could not be
-asked, was not ready or knows no such pod; 2 for a wrong call.
+The exit status is 0 when the extender explained the pod, 1 when it could not be reached, was not
+ready or knows no such pod, 2 for wrong flags.
 {ENVIRONMENT} replaces the default address."""
 
 
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the explanation of a pod.
 
     Raises:
-        ConfigError: the address or the file of certificates makes no sense.
+        ConfigError: the address or the file of certificates is invalid.
         AgentError: the extender cannot be reached or is not ready, or another program answers; one
             line with the remedy.
     """
@@ -105,10 +105,10 @@ def _url(flag: str | None) -> urllib.parse.SplitResult:
     text = flag or os.environ.get(ENVIRONMENT) or _DEFAULT
     try:
         url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
-        sound = url.scheme in {"http", "https"} and url.hostname and url.port != 0
+        valid = url.scheme in {"http", "https"} and url.hostname and url.port != 0
     except ValueError:  # a port that is no number, or brackets that do not match
-        sound = False
-    if not sound or url.query or url.fragment or url.username is not None:
+        valid = False
+    if not valid or url.query or url.fragment or url.username is not None:
         raise ConfigError(
             [f"{source}: {quoted(text, 100)} is no address; write http://HOST:PORT or https://…"]
         )
