@@ -12,8 +12,8 @@ them to the system. Resident memory with 110 pods (`scripts/bench --only volcano
 
 The agent calls `limit_heaps` once, before the first thread starts, and `release_free_pages` after
 each regular pass over the kubelet's records. The scheduler extender calls `freeze_objects` once it
-has read all Nodes and pods: with 10,000 pods each full collection takes 30 to 40 ms, in which no
-verb is answered.
+has read all Nodes and pods: with 10,000 pods each full collection takes 30 to 40 ms, in which it
+answers no call of kube-scheduler.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from __future__ import annotations
 import ctypes
 import gc
 
-# mallopt(3): blocks from this size on are mapped one by one and unmapped when freed; setting it
-# stops glibc from raising it.
+# Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+# Blocks from this size on are mapped one by one and unmapped when freed. Setting the threshold
+# stops glibc from raising it.
 _OWN_MAPPING_FROM_BYTES = 64 * 1024
+# When more than this is free at the end of the heap, glibc returns it to the system.
 _KEPT_AT_MOST_BYTES = 128 * 1024
 
 # The thresholds of the three generations of the garbage collector (`gc.set_threshold`). The start

@@ -1,11 +1,9 @@
-"""Pods as this agent needs them: plain facts from the API server,
-and the one cache of the pods on this node.
+"""The plain data of pods from the API server, and the cache of the pods on this node.
 
 `cluster` fills the pod cache from its watch, `allocation` looks up the container that is about to
 start, families read annotations and limits, and the pod publisher compares the present state with
-the desired one. Kept as small as possible: a node has some hundred pods, and this is what remains
-of each. The watch shows pods until they have ended. Those whose end the watch has shown stay in the
-cache a little longer.
+the desired one. The data is kept small, because a node has some hundred pods. The watch shows pods
+until they have ended. Ended pods stay in the cache a little longer.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ _logger = log.get(__name__)
 STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
-# The kubelet admits 110 pods by default and hardly ever more than 500; of each some KiB are kept,
-# and 100 KiB of a hostile one.
+# The kubelet admits 110 pods by default and hardly ever more than 500; each takes some KiB here,
+# and a hostile one up to 100 KiB.
 MAX_PODS = 2000
 MAX_BYTES = 32 * 1024 * 1024
-_MAX_NAMES = 4000  # that a cache remembers, of present and earlier pods
-# UIDs that are remembered of one name; two are enough to know that there was another
+_MAX_NAMES = 4000  # names of present and earlier pods that a cache remembers
+# UIDs that are remembered for one name; two are enough to know that there was another pod
 _MAX_OF_A_NAME = 4
 # How long and how many ended pods are remembered: their annotations may still have to be written.
 _ENDED_SECONDS = 600.0
@@ -81,8 +79,8 @@ def is_object_name(text: str) -> bool:
 
 
 def container_directory(pod_uid: str, container: str) -> str:
-    """``<pod UID>_<container>``, the name of a container's own directory on the host;
-    whoever makes the directory takes its name from here.
+    """Return ``<pod UID>_<container>``, the name of a container's own directory on the host. No
+    other code builds that name.
 
     Raises:
         InvalidNameError: one of the two could lead out of the parent directory, or into that of
@@ -100,9 +98,9 @@ class PodKeys(NamedTuple):
     """The annotations, labels and resources of pods that are read; all others are skipped.
 
     Attributes:
-        annotations: those of pods. The most important first, of each family in turn: where a pod
-            has more text than is kept, the last ones are cut.
-        labels: those of pods.
+        annotations: keys, the most important of each family first. If a pod has more text than is
+            kept, the values of the last keys are cut.
+        labels: keys.
         resource_prefixes: the beginnings of the names of resources, as they are without renaming.
     """
 
@@ -125,15 +123,15 @@ class PodContainer(msgspec.Struct, frozen=True):
 
     Attributes:
         limits: resource → whole number, for extended resources only (those with a slash in their
-            name); what is no whole number is in ``unreadable`` instead.
+            name). A limit that is not a whole number is in ``unreadable`` instead.
         unreadable: resource → the text that could not be read as a whole number.
-        environment: names of the variables that the specification sets and that touch GPUs.
+        environment: names of the variables in the specification that concern GPUs.
         started: the pod's status says that it runs now or ran before.
         running: the pod's status says that it runs now.
         container_id: the runtime's id of it, as the kubelet has written it into the pod's status;
             empty before.
-        values: variable → its text in the specification, for the few variables whose value counts,
-            if it is short.
+        values: variable → its text in the specification, for the few variables whose values the
+            agent uses, if the text is short.
         completed: the pod's status says that it has ended with success and has not started again.
         ended_at: unix seconds at which it ended last, by the pod's status, which leaves out
             fractions; 0 when it never did.
@@ -156,7 +154,7 @@ class PodContainer(msgspec.Struct, frozen=True):
 
 
 class DesiredPod(msgspec.Struct, frozen=True):
-    """The desired state of one of our pods. The agent leaves alone what is not mentioned.
+    """The desired annotations and labels of a pod. The agent does not change other keys.
 
     Attributes:
         annotations: key → value; None for a key that must not be there.
@@ -174,34 +172,35 @@ class DesiredPod(msgspec.Struct, frozen=True):
 
 
 class Trait(enum.StrEnum):
-    """A property by which a pod concerns a filter of kube-scheduler that no amount expresses."""
+    """A property of a pod that filters of kube-scheduler check beside the amounts of resources."""
 
     HOST_PORTS = "host ports"
     ANTI_AFFINITY = "anti-affinity"  # to other pods
     SPREAD = "topology spread"
-    VOLUMES = "volumes"  # that may be in use on one Node only, or of which a Node takes so many
+    VOLUMES = "volumes"  # whose number on a Node, or use on several Nodes, is limited
     CLAIMS = "resource claims"
 
 
 class SchedulingFacts(msgspec.Struct, frozen=True, gc=False):
-    """The facts about a pod that only a scheduler has to know.
+    """The facts about a pod that only schedulers use.
 
     Attributes:
         namespace: of the pod.
         name: of the pod.
         priority: ``spec.priority``; None where it is not set.
-        may_preempt: its ``preemptionPolicy`` lets it displace others.
-        started_at: unix seconds at which the kubelet has accepted it; 0 before.
+        may_preempt: its ``preemptionPolicy`` lets it preempt others.
+        started_at: unix seconds at which the kubelet has accepted it (``status.startTime``); 0
+            before.
         deleting: it has a deletion timestamp.
         labels: all of them, sorted.
         gang: ``namespace/name`` of the group that is to be scheduled together; empty where it is in
             none.
-        owner: ``namespace/UID`` of the controller that has made it; empty without one.
-        protected: why it must not be displaced (critical, static, of a DaemonSet); empty where it
+        owner: ``namespace/UID`` of its controller; empty without one.
+        protected: why it must not be preempted (critical, static, of a DaemonSet); empty where it
             may be.
         requests: resource → thousandths of its unit, of the whole pod, sorted; None where they
             cannot be read.
-        traits: its properties for filters other than that of resources.
+        traits: its properties for filters other than the one for resources.
     """
 
     namespace: str
@@ -219,7 +218,7 @@ class SchedulingFacts(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def group(self) -> str:
-        """The pods that it belongs together with: its gang, or those of its controller."""
+        """The name of its group: its gang, otherwise its controller."""
         return self.gang or self.owner
 
 
@@ -239,8 +238,8 @@ class Pod(msgspec.Struct, frozen=True):
             listed, then the main ones.
         deleting: it has a deletion timestamp.
         created_at: unix seconds of its creation.
-        bound: its place in the order in which our watch saw pods bound to this node; smaller is
-            earlier.
+        bound: its position in the order in which the watch has shown pods bound to this node;
+            smaller is earlier.
         scheduler: ``spec.schedulerName``.
         reported: the kubelet has written its status, which only the kubelet may. It never does so
             for a pod that imitates a mirror pod.
@@ -249,9 +248,9 @@ class Pod(msgspec.Struct, frozen=True):
         static_uid: of the mirror of a static pod, the kubelet's UID of that pod; set by `PodCache`
             once the mirror is confirmed.
         labels: those that families read or write.
-        in_new_sandbox: the kubelet was about to make a sandbox for it, so none of its containers
-            ran, when it last wrote the pod's status.
-        scheduling: what a scheduler has to know of it; None where it was not decoded for one.
+        in_new_sandbox: when the kubelet last wrote the pod's status, it was about to create a
+            sandbox for it, so none of its containers ran.
+        scheduling: facts that only schedulers use; None unless it was decoded with them.
     """
 
     uid: str
@@ -333,12 +332,12 @@ class Pod(msgspec.Struct, frozen=True):
 
 
 class PodCache:
-    """The pods of this node as the watch has shown them so far.
+    """The pods of this node, as the watch has shown them.
 
     A pod is known by the UID that the API server gave it. The kubelet keeps a static pod under
     another one, which only the annotations of its mirror show, and every user can write those. So a
     mirror counts once the kubelet has written its status, which it does only for the mirror of a
-    pod that it runs. A claim to a UID that a pod of the API server has does not count.
+    pod that it runs. A mirror that claims the UID of another pod in the API server does not count.
 
     State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each
     event. `revision` advances with every change. Only the event loop's thread may change it.
@@ -349,8 +348,8 @@ class PodCache:
 
     Attributes:
         left_out: pods that are not in the cache because there are too many or they are too large.
-        ends: how many pods were seen to end or to be removed.
-        lists: how often all pods were listed; others may have come and gone in between.
+        ends: the number of pods whose end or removal was seen.
+        lists: the number of complete lists; between two lists, pods may have come and gone unseen.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -361,9 +360,9 @@ class PodCache:
         self._pods: dict[str, Pod] = {}  # by the API server's UID
         self._sizes: dict[str, int] = {}  # of `_pods`, in bytes
         self._bytes = 0  # the sum of those
-        # The API server's UIDs of those that were left out, the latest at the end; of the mirror of
-        # a static pod also the kubelet's UID, otherwise empty.
-        self._beyond: dict[str, str] = {}
+        # API server's UID of each pod that was left out, the latest at the end → the kubelet's UID
+        # if it is the mirror of a static pod, otherwise empty.
+        self._left_out_uids: dict[str, str] = {}
         # by the kubelet's UID, and since when
         self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()
         # `pods`, asked for many times between two changes
@@ -411,8 +410,8 @@ class PodCache:
         """Tell whether a pod with that UID of the kubelet's was left out, so that `get` does not
         find it.
         """
-        return kubelet_uid in self._beyond or (
-            kubelet_uid != "" and kubelet_uid in self._beyond.values()
+        return kubelet_uid in self._left_out_uids or (
+            kubelet_uid != "" and kubelet_uid in self._left_out_uids.values()
         )
 
     def has_ended(self, kubelet_uid: str) -> bool:
@@ -445,7 +444,7 @@ class PodCache:
         return self._uids.get((pod.namespace, pod.name), set()) <= {pod.claimed_uid or pod.uid}
 
     def replace(self, pods: Iterable[Pod]) -> None:
-        """Take over a complete list: pods that are not in it are gone.
+        """Replace all pods by a complete list: pods that are not in it are gone.
 
         Pods that a list shows for the first time are ordered by creation, because the watch did not
         see them being bound.
@@ -457,7 +456,9 @@ class PodCache:
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
         before = self._pods
         self._pods, self._by_name, self._sizes, self._bytes = {}, {}, {}, 0
-        self._beyond = {uid: claimed for uid, claimed in self._beyond.items() if uid not in listed}
+        self._left_out_uids = {
+            uid: claimed for uid, claimed in self._left_out_uids.items() if uid not in listed
+        }
         for pod in self.fitting(listed.values()):
             self._keep(self._placed(pod))
             self._forget_ended(pod.uid)
@@ -468,14 +469,14 @@ class PodCache:
         self.synced.set()
 
     def put(self, pod: Pod) -> None:
-        """Take over one pod that was added or changed."""
+        """Store a pod that was added or has changed."""
         known, pods = self._pods.get(pod.uid), len(self._pods)
         if not self._has_room(pod, known):
             self._leave_out([pod])
             if len(self._pods) != pods:
                 self._changed()
             return
-        self._beyond.pop(pod.uid, None)
+        self._left_out_uids.pop(pod.uid, None)
         placed = self._placed(pod)
         if known != placed:
             self._drop(pod.uid)
@@ -484,8 +485,8 @@ class PodCache:
             self._changed()
 
     def end(self, pod: Pod) -> None:
-        """Note that a pod has ended; it stays in the cache for a while."""
-        self._beyond.pop(pod.uid, None)
+        """Record that a pod has ended; it stays in the cache for a while."""
+        self._left_out_uids.pop(pod.uid, None)
         if pod.uid not in self._pods:
             self._bound.pop(pod.uid, None)
             return
@@ -504,15 +505,15 @@ class PodCache:
     def remove(self, pod: Pod) -> None:
         """Forget a pod that the API server has deleted."""
         self._bound.pop(pod.uid, None)
-        self._beyond.pop(pod.uid, None)
+        self._left_out_uids.pop(pod.uid, None)
         dropped, forgotten = self._drop(pod.uid), self._forget_ended(pod.uid)
         self.ends += dropped
         if dropped or forgotten:
             self._changed()
 
     def _has_room(self, pod: Pod, known: Pod | None) -> bool:
-        """Make room for a pod that a scheduler has bound, at the expense of those whose owners
-        chose the node, the largest first.
+        """Tell whether a pod fits into the cache. For a pod that a scheduler has bound, drop pods
+        whose owners chose the node if need be, the largest first.
         """
         needed = pod.size_bytes - self._sizes.get(pod.uid, 0)
         while self._bytes + needed > MAX_BYTES or len(self._pods) + (known is None) > MAX_PODS:
@@ -534,9 +535,8 @@ class PodCache:
         return True
 
     def fitting(self, pods: Collection[Pod]) -> list[Pod]:
-        """Return those pods that fit into the cache, in their order.
-
-        Pods whose owners chose the node displace none that a scheduler has bound.
+        """Return those pods that fit into the cache, in their order. Pods that a scheduler has
+        bound come before those whose owners chose the node.
         """
         left = MAX_BYTES
         fitting = set[str]()
@@ -565,11 +565,11 @@ class PodCache:
             )
         self.left_out += len(pods)
         for pod in pods:
-            self._beyond.pop(pod.uid, None)
-            # without the status that the kubelet writes, the claim may be any user's
-            self._beyond[pod.uid] = pod.claimed_uid if pod.reported else ""
-            if len(self._beyond) > _MAX_NAMES:
-                del self._beyond[next(iter(self._beyond))]
+            self._left_out_uids.pop(pod.uid, None)
+            # without a status by the kubelet, any user may have written the claim
+            self._left_out_uids[pod.uid] = pod.claimed_uid if pod.reported else ""
+            if len(self._left_out_uids) > _MAX_NAMES:
+                del self._left_out_uids[next(iter(self._left_out_uids))]
 
     def _forget_ended(self, uid: str) -> bool:
         """Remove the pod from those that have ended, by the API server's UID;
