@@ -350,7 +350,7 @@ def test_a_resource_that_is_not_served_says_why(volcano_node: AgentStatus) -> No
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
     status.not_ready = (Problem(ProblemKind.RESOURCE, VGPU, "libvgpu.so is missing"),)
     assert (
-        "Container main asks for volcano.sh/vgpu-number, which is not served now: libvgpu.so is "
+        "Container main asks for volcano.sh/vgpu-number, which is not offered now: libvgpu.so is "
         "missing."
     ) in sentences(status, "new")
 

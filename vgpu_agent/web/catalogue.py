@@ -4,7 +4,7 @@
 the same metrics. The names are a contract with dashboards: add, but do not rename.
 
 The number of series is bounded: one for each GPU, resource, task, share that is held now, or family
-that has or waits for a GPU. A series vanishes with the thing that it describes. ``gpu`` is always
+that has or waits for a GPU. A series vanishes with the object that it describes. ``gpu`` is always
 the UUID of the physical card. Join with ``vgpu_agent_gpu_info`` for index and name.
 """
 

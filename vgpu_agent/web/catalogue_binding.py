@@ -1,8 +1,8 @@
 """The parts of the catalogue about grants that are bound to pods, the API server, and MPS control
 daemons.
 
-Read by `catalogue`, which puts them into its own table. A watch or a writer is named by the kind of
-objects that it reads or writes, so their series are few.
+Read by `catalogue`, which adds them to its table. The labels of watches and writers are kinds of
+objects, so their series are few.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ CERTIFICATE_SECONDS = 5.0
 class Certificate:
     """The TLS context of a certificate that may be renewed while it is served.
 
-    State: the context, and the versions of both files that it was made of.
+    State: the context, and the versions of both files that it was loaded from.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Certificate:
         clock: Callable[[], float],
         every_seconds: float | None = None,
     ) -> None:
-        """Read it; looks at the file system.
+        """Load the certificate; reads files.
 
         Args:
             certificate_file: the certificate with its chain, in PEM.
@@ -42,10 +42,10 @@ class Certificate:
             listen: the address that is served, for messages.
             flags: the settings that name the files, for messages.
             clock: seconds, monotonic.
-            every_seconds: how often the files are looked at; `CERTIFICATE_SECONDS` where None.
+            every_seconds: how often the files are checked; `CERTIFICATE_SECONDS` where None.
 
         Raises:
-            ListenError: it cannot be used.
+            ListenError: the certificate cannot be used.
         """
         self._files = (Path(certificate_file), Path(key_file))
         self._clock, self._every_seconds = clock, every_seconds
@@ -66,8 +66,8 @@ class Certificate:
             ) from err
 
     async def context(self) -> ssl.SSLContext:
-        """Return the context, which is always the same; its next connections have the newest
-        certificate that can be used. Call it now and then.
+        """Return the context after checking the files for a renewed certificate. The object is
+        always the same. Its next connections get the newest valid certificate. Call this regularly.
         """
         now = self._clock()
         every = CERTIFICATE_SECONDS if self._every_seconds is None else self._every_seconds

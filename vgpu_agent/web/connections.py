@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-_ACCEPTED_AT_ONCE = 16  # then other work on the event loop has a turn
+_ACCEPTED_AT_ONCE = 16  # then other tasks of the event loop run
 # A connection costs about 0.3 ms. The queue in the kernel is as long as what is accepted in two
 # seconds, so a probe gets through in time.
 _ACCEPTED_A_SECOND = 400.0
@@ -39,8 +39,9 @@ BACKLOG = 800
 _WITHOUT_DESCRIPTORS_SECONDS = 0.2
 # A client that does not finish the TLS handshake in that time is disconnected.
 HANDSHAKE_SECONDS = 5.0
-# A handshake takes milliseconds. One that takes longer than this gives way to others, and a burst
-# of quick ones waits. With 256 connections, a queue full of slow ones is gone in three seconds.
+# A handshake takes milliseconds. One that takes longer than this may be aborted for a new
+# connection, and a burst of quick ones waits. With 256 connections, a queue full of slow ones is
+# cleared in three seconds.
 UNDISTURBED_SECONDS = 0.2
 # One listener may use the process's number of file descriptors, divided by this.
 _DESCRIPTORS_DIVISOR = 8
@@ -66,7 +67,7 @@ class _Starting(msgspec.Struct):
 
 
 def bounded(most: int) -> int:
-    """``most`` connections, or fewer where this process may open few files."""
+    """Return ``most``, or a smaller number of connections if this process may open few files."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         max(4, min(most, descriptors // _DESCRIPTORS_DIVISOR))

@@ -61,7 +61,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explain(status: AgentStatus, now: float, name: str) -> Explanation:
-    """Everything about the pod ``namespace/name``."""
+    """Explain the pod ``namespace/name``."""
     pod = max(
         (pod for pod in status.cluster.pods if pod.full_name == name),
         key=lambda pod: pod.bound,
@@ -83,7 +83,7 @@ def explain(status: AgentStatus, now: float, name: str) -> Explanation:
 
 
 def pods(status: AgentStatus) -> tuple[str, ...]:
-    """List the pods that matter here: those that ask for our resources, hold some, or are
+    """List the pods that can be explained: those that ask for our resources, hold some, or are
     refused.
     """
     ours = cluster.our_resources(status)
@@ -191,7 +191,7 @@ def _container(
     for resource in container.limits:
         yield from (
             f"Container {container.name} asks for {resource}, which {why}"
-            for why in _unserved(status, resource)
+            for why in _not_offered(status, resource)
         )
     refused = [
         refusal
@@ -211,7 +211,7 @@ def _container(
             yield from _held(grant, container)
             yield from _unhealthy(status, now, grant)
             yield from _overcommitted(status, grant)
-    yield from _counted_alone(status, container)
+    yield from _without_number(status, container)
     if refused:
         return  # a start is refused only after the kubelet has asked for all resources of the pod
     rooms = status.ledger.rooms  # resources that only schedulers count have no room of their own
@@ -219,7 +219,7 @@ def _container(
         yield from _not_asked(status, now, pod, container, name)
 
 
-def _counted_alone(status: AgentStatus, container: PodContainer) -> Iterator[str]:
+def _without_number(status: AgentStatus, container: PodContainer) -> Iterator[str]:
     """Explain a request for memory or compute without a number of GPUs: schedulers take it as a
     request for one GPU, the kubelet for none.
     """
@@ -265,10 +265,10 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
         yield f"That is known because: {'; '.join(grant.evidence)}."
 
 
-def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
-    """Explain why nothing of ``resource`` is granted now."""
+def _not_offered(status: AgentStatus, resource: str) -> Iterator[str]:
+    """Explain why nothing of ``resource`` is offered now."""
     if reason := status.unavailable.get(resource):
-        yield f"is not served now: {reason}."
+        yield f"is not offered now: {reason}."
 
 
 def _unhealthy(status: AgentStatus, now: float, grant: AllocationView) -> Iterator[str]:
@@ -448,7 +448,7 @@ def _unknown(
     for held in xids.held_now(grants, now) or xids.held_before(status, events, now):
         yield from xids.sentences(status, now, name, held)
     for resource in dict.fromkeys(grant.resource for grant in grants):
-        yield from (f"{resource} {why}" for why in _unserved(status, resource))
+        yield from (f"{resource} {why}" for why in _not_offered(status, resource))
     if grants:
         shown = "known from the kubelet's records only"
         if status.cluster.pods_synced:

@@ -2,8 +2,8 @@
 
 `web.server` serves one such address for each family that has such metrics and whose settings ask
 for it. Scrapes that come too soon get the last answer. Where scrapers need permission, the API
-server is asked about each token again when its last answer has become too old, and not more often
-than `_REVIEWS_A_SECOND` in all.
+server is asked about a token again when its last answer is too old. All these requests together
+are limited to `_REVIEWS_A_SECOND`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 SCRAPED = "/metrics"  # the path that scrapers ask for
-# How long the API server's answer about a token counts: one that allows, one that refuses.
+# How long the API server's answer about a token is cached: one that allows, one that refuses.
 _KNOWN_SECONDS, _REFUSED_SECONDS = 60.0, 10.0
 _MAX_TOKENS = 64
 _LONGEST_TOKEN = 8192
@@ -51,10 +51,10 @@ class Reviews(Protocol):
 
 
 class Exporter(msgspec.Struct, frozen=True):
-    """One address, and what it serves.
+    """An address, and the metrics that it serves.
 
     Attributes:
-        options: where and how.
+        options: the address and how it is served.
         exposition: the metrics.
     """
 
@@ -65,8 +65,8 @@ class Exporter(msgspec.Struct, frozen=True):
 class Scrapes:
     """Answers for one exporter.
 
-    State: the last answer by content type, and what the API server has said about tokens, each for
-    a short time.
+    State: the last answer by content type, and the API server's answers about tokens, each for a
+    short time.
     """
 
     def __init__(self, exporter: Exporter, reviews: Reviews, clock: Callable[[], float]) -> None:
@@ -95,7 +95,7 @@ class Scrapes:
         return web.Response(body=body, headers=headers)
 
     async def _refusal(self, request: web.Request) -> web.Response | None:
-        """Return the answer to a scraper who may not have the metrics; None for one who may."""
+        """Return the answer to a scraper that may not get the metrics; None for one that may."""
         scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token or len(token) > _LONGEST_TOKEN:

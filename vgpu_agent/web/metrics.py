@@ -3,7 +3,7 @@ it).
 
 Called by `web.server` for each scrape. It reads one snapshot that is already in memory and a few
 counters of the process, so a hung driver or a slow kubelet can delay no scrape. Nothing is kept
-between scrapes: a series vanishes with the thing that it describes.
+between scrapes: a series vanishes with the object that it describes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _POD_LABELS = frozenset(
 
 
 class Exposition(Collector):
-    """The answers to scrapes, by a registry of our own, in which this object is the only collector.
-    Without ``pod_names``, metrics of single pods are left out.
+    """The answers to scrapes. This object is the only collector in a registry of its own. Without
+    ``pod_names``, metrics of single pods are left out.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ def exported(family: FamilySpec) -> tuple[Metric, ...]:
 
 
 def _declared_by_families() -> Iterator[Metric]:
-    """Make a line of the catalogue of each metric that a family declares. It has values only while
-    its family is on.
+    """Yield the metrics that families declare, as lines of the catalogue. They have values only
+    while their family is on.
     """
     for family in FAMILIES:
         yield from _converted(family, family.metrics)

@@ -118,7 +118,7 @@ class WebServer:
         self._reviews = reviews
         self.exporter_addresses: list[str] = []
         self._kept = KeptAnswers()
-        self._paces: weakref.WeakKeyDictionary[asyncio.Transport, _Pace] = (
+        self._rate_limits: weakref.WeakKeyDictionary[asyncio.Transport, _RateLimit] = (
             weakref.WeakKeyDictionary()
         )
         self._listening: list[tuple[web.AppRunner, Connections]] = []
@@ -322,7 +322,7 @@ class WebServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn any failure of one request into one JSON line."""
         try:
-            await self._keep_pace(request)
+            await self._limit_rate(request)
             self._refuse_unwanted_body(request)
             async with asyncio.timeout(self._request_timeout_seconds):
                 return self._close_after_last(request, await handler(request))
@@ -342,19 +342,19 @@ class WebServer:
                 500, "this answer failed inside the agent; its log has the reason (web.failed)"
             )
 
-    async def _keep_pace(self, request: web.Request) -> None:
-        """Let a connection that asks in a loop wait, so that it costs little."""
+    async def _limit_rate(self, request: web.Request) -> None:
+        """Delay the answers on a connection that sends requests in a loop."""
         if (transport := request.transport) is None:
             return
-        pace = self._paces.setdefault(transport, _Pace())
-        if pause := pace.pause(asyncio.get_running_loop().time()):
-            await asyncio.sleep(pause)
+        rate_limit = self._rate_limits.setdefault(transport, _RateLimit())
+        if delay := rate_limit.delay_seconds(asyncio.get_running_loop().time()):
+            await asyncio.sleep(delay)
 
     def _close_after_last(
         self, request: web.Request, response: web.StreamResponse
     ) -> web.StreamResponse:
         transport = request.transport
-        if transport is not None and self._paces[transport].requests >= _MAX_REQUESTS:
+        if transport is not None and self._rate_limits[transport].requests >= _MAX_REQUESTS:
             response.force_close()
         return response
 
@@ -406,11 +406,12 @@ class WebServer:
 
 
 class KeptAnswers:
-    """The last answer to each question. A new one is computed only while computing takes a small
-    part of the time; otherwise a caller gets the last one.
+    """A cache of the last answers, which limits the computing time. A new answer is computed only
+    while computing takes a small part of the time; otherwise a caller gets the last answer.
 
-    State: the last answer to each question, for a few seconds; the computing time that may be
-    spent.
+    State: the last answer to each kind of request, for a few seconds; the computing time that may
+        be
+    spent now.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -418,29 +419,30 @@ class KeptAnswers:
         self._last: dict[Hashable, tuple[float, Any]] = {}
         self._seconds_left, self._counted_at = _BURST_SECONDS, clock()
 
-    def answer(self, question: Hashable, make: Callable[[], Answer]) -> Answer:
-        """Return the result of ``make``, or the kept one for the same ``question``."""
+    def answer(self, key: Hashable, make: Callable[[], Answer]) -> Answer:
+        """Return the result of ``make``, or the kept one for the same ``key``."""
         began = self._clock()
         self._seconds_left = min(
             _BURST_SECONDS, self._seconds_left + (began - self._counted_at) * _PART_OF_TIME
         )
         self._counted_at = began
-        made_at, last = self._last.get(question, (float("-inf"), None))
+        made_at, last = self._last.get(key, (float("-inf"), None))
         if self._seconds_left <= 0 and began - made_at < _KEPT_SECONDS:
-            # what is kept under a question is what its `make` returned
+            # what is kept under a key is what its `make` returned
             return last  # type: ignore[no-any-return]
         made = make()
         self._seconds_left -= self._clock() - began
-        if question not in self._last and len(self._last) >= _MAX_KEPT:
+        if key not in self._last and len(self._last) >= _MAX_KEPT:
             self._last.clear()
-        self._last[question] = (began, made)
+        self._last[key] = (began, made)
         return made
 
 
-class _Pace:
-    """The request rate of one connection, and the delay of its next request.
+class _RateLimit:
+    """The rate limit of one connection.
 
-    State: the requests so far, and how many may be answered at once now; less than 0 while one
+    State: the requests so far, and how many may be answered without delay now; less than 0 while
+        one
     waits.
     """
 
@@ -450,7 +452,7 @@ class _Pace:
         self.requests = 0
         self._requests_left, self._counted_at = float(_REQUESTS_AT_ONCE), float("-inf")
 
-    def pause(self, now: float) -> float:
+    def delay_seconds(self, now: float) -> float:
         """Seconds to wait before the request that arrived at ``now`` is answered; mostly 0."""
         self.requests += 1
         self._requests_left = (
@@ -465,8 +467,8 @@ class _Pace:
 
 
 async def _harden(_: web.Request, response: web.StreamResponse) -> None:
-    """Set the headers of every answer: no version of the server, no guessing of types, no caching,
-    no scripts, no frames.
+    """Set the security headers of every answer: no server version, no guessing of content types, no
+    caching, no scripts, no frames.
     """
     response.headers.popall(hdrs.SERVER, None)
     response.headers["X-Content-Type-Options"] = "nosniff"
