@@ -467,7 +467,7 @@ async def test_a_bare_pod_that_fails_again_and_again_is_left_after_five_times(
     assert pauses == sorted(pauses)
     assert pauses[0] >= rescue.PAUSE_SECONDS - 1
     assert world.told[-1][0] == "VgpuNotRescheduled"
-    assert "it had 5 other chances and failed each time" in world.told[-1][1]
+    assert "it was replaced 5 times and failed each time" in world.told[-1][1]
 
 
 async def test_a_restart_does_not_begin_to_count_anew(world: World) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cluster.credentials import Access
 
-_READ_BYTES = 256 * 1024  # aiohttp's buffer; it holds the sender up beyond twice that
+_READ_BYTES = 256 * 1024  # aiohttp's buffer; it stops reading beyond twice that
 
 
 class Connections:
@@ -47,19 +47,19 @@ class Connections:
                 "Accept-Encoding": "identity",
             },
             read_bufsize=_READ_BYTES,
-            # nothing compressed is asked for, and a small body could unfold into a huge one
+            # no compression is requested, and a small body could decompress into a huge one
             auto_decompress=False,
-            # a stray HTTPS_PROXY on the node must not come between us and the API server
+            # an HTTPS_PROXY that the node happens to set must not be used
             trust_env=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     @classmethod
     async def opened(cls, access: Access) -> Self:
-        """Connections to where ``access`` leads; none is made before the first request.
+        """Return connections to the server of ``access``; the first request opens one.
 
         Raises:
-            ClusterError: a TLS file is missing or of no use, such as a key of another certificate.
+            ClusterError: a TLS file is missing or invalid, such as a key of another certificate.
         """
         return cls(
             access,
@@ -74,8 +74,8 @@ class Connections:
         return self._session.closed
 
     def suits(self, access: Access) -> bool:
-        """Tell whether these connections lead to where ``access`` leads.
-        The token is sent again with each request.
+        """Tell whether these connections can be used with ``access``. Its token may differ, because
+        each request sends the token.
         """
         return dataclasses.replace(access, authorization="") == dataclasses.replace(
             self._access, authorization=""
@@ -92,7 +92,8 @@ class Connections:
         data: bytes | None,
         headers: Mapping[str, str],
     ) -> aiohttp.ClientResponse:
-        """Ask, and return the response when its status is a success; the caller then calls `leave`.
+        """Send a request, and return the response if it is a success; the caller then calls
+        `leave`.
 
         Args:
             method: of HTTP.
@@ -131,7 +132,7 @@ class Connections:
         return response
 
     async def leave(self, response: aiohttp.ClientResponse | None) -> None:
-        """One request less; the last one out closes retired connections."""
+        """Count a request as ended. After `retire`, the last one closes the connections."""
         self.users -= 1
         if response is not None:
             self._responses.discard(response)
@@ -139,7 +140,7 @@ class Connections:
             await self._session.close()
 
     async def retire(self) -> None:
-        """No new request will come."""
+        """Close the connections once the last request has ended; there must be no new ones."""
         self._retired = True
         if self.users == 0:
             await self._session.close()
@@ -156,7 +157,7 @@ def _ssl_context(access: Access) -> ssl.SSLContext:
     """Build the TLS context of the credentials; reads files.
 
     Raises:
-        ClusterError: a file is missing or of no use, such as a key of another certificate.
+        ClusterError: a file is missing or invalid, such as a key of another certificate.
     """
     try:
         context = ssl.create_default_context(cafile=access.ca_file or None)
@@ -168,8 +169,8 @@ def _ssl_context(access: Access) -> ssl.SSLContext:
             f"the TLS files for the API server ({files}) cannot be used: {err}; look into them "
             "with openssl x509"
         ) from err
-    # Python 3.13 began to insist on extensions that the CAs of many clusters do not have and that
-    # no other Kubernetes client asks for.
+    # Python 3.13 began to require extensions that the CAs of many clusters do not have and that no
+    # other Kubernetes client requires.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if not access.verify:
         context.check_hostname = False

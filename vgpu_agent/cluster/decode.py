@@ -92,7 +92,7 @@ class _Metadata(_Struct):
 
 class _Variable(_Struct):
     name: str = ""
-    value: msgspec.Raw = msgspec.Raw()  # most are long and no concern of ours
+    value: msgspec.Raw = msgspec.Raw()  # undecoded: most are long and not used
 
 
 class _Resources(_Struct):
@@ -554,8 +554,8 @@ def _container(
 
 
 def _values(one: _Container) -> dict[str, str]:
-    """The values of those variables whose value matters; longer values mean nothing to any family.
-    Of two variables with one name, the later one counts for the container, too.
+    """Return the values of those variables whose values families use. No family knows a longer
+    value. Of two variables with one name the later one counts, as in the container.
     """
     values: dict[str, str] = {}
     for variable in one.env or ():
@@ -592,7 +592,7 @@ def _amount(value: str | float) -> str:
 
 
 def unix_seconds(timestamp: str | None) -> float:
-    """Read a time of RFC 3339; 0 where it is missing or nonsense."""
+    """Read a time of RFC 3339; 0 where it is missing or invalid."""
     try:
         return dt.datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
     except (ValueError, OverflowError, OSError):

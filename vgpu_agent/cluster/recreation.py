@@ -1,6 +1,7 @@
-"""The pod that is created in the place of one that this node has failed, as plain JSON.
+"""The pod that is created in place of one that has failed on this node, as plain JSON.
 
-Pure functions for `rescue`: who looks after a pod, and what of it is true of that one pod only.
+Pure functions for `rescue`: the owners of a pod, and its copy without the fields that belong to one
+pod only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LONGEST_TRIES = 40
 # From this priority on a pod is critical to the kubelet.
 _CRITICAL_PRIORITY = 2_000_000_000
 _CRITICAL_CLASSES = ("system-node-critical", "system-cluster-critical")
-# What the API server sets, and what it refuses or what would harm in a new pod.
+# Metadata that the API server sets, or that must not be in a new pod.
 _OF_ONE_POD = (
     "uid",
     "resourceVersion",
@@ -34,13 +35,13 @@ _OF_ONE_POD = (
     "managedFields",
     "ownerReferences",
 )
-# Chosen or computed when a pod is created, from the fields that stay. A priority class may have
-# other values by now.
+# Fields of the specification that are set after or at the creation, from other fields. A priority
+# class may have other values by now.
 _CHOSEN = ("nodeName", "priority", "preemptionPolicy", "ephemeralContainers")
 
 
 def is_critical(pod: Json) -> bool:
-    """Tell whether the cluster depends on the pod, so that only its owner may end it."""
+    """Tell whether the cluster depends on the pod, so that only its owner may delete it."""
     spec = _part(pod, "spec")
     priority = spec.get("priority")
     return (
@@ -51,10 +52,8 @@ def is_critical(pod: Json) -> bool:
 
 
 def owners(pod: Json) -> tuple[Json | None, list[Json]]:
-    """Return the controller that makes another pod in the place of this one, None where there is
-    none; and all owners.
-
-    A pod is no such controller.
+    """Return the controller that creates a replacement of this pod, None where there is none; and
+    all owners. A pod as an owner is no such controller.
     """
     listed = _part(pod, "metadata").get("ownerReferences")
     every = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
@@ -65,9 +64,9 @@ def owners(pod: Json) -> tuple[Json | None, list[Json]]:
 
 
 def copy_of(pod: Json, stale: Collection[str]) -> Json:
-    """Return what creates the pod again: the same name, specification and metadata, without a node,
-    a status and an identity; and without the annotations and labels in ``stale``, which would send
-    it back to the shares that it could not get.
+    """Return the body of the request that creates the pod again: the same name, specification and
+    metadata, without a node, a status and a UID. The annotations and labels in ``stale`` are left
+    out, because they assign the shares that the pod could not get.
     """
     metadata = {
         key: value for key, value in _part(pod, "metadata").items() if key not in _OF_ONE_POD
@@ -83,7 +82,7 @@ def copy_of(pod: Json, stale: Collection[str]) -> Json:
 
 
 def with_tries(pod: Json, tries: int, now: float) -> Json:
-    """Return the pod with a note that it is recreated for the ``tries``-th time."""
+    """Return the pod with the annotation `TRIES`: it is recreated for the ``tries``-th time."""
     metadata = _part(pod, "metadata")
     annotations = {**_part(metadata, "annotations"), TRIES: f"{tries} {int(now)}"}
     return {**pod, "metadata": {**metadata, "annotations": annotations}}

@@ -101,10 +101,10 @@ class Reschedule:
         while True:
             beat()
             versions = Versions(self._wake)
-            pause = await self.look_once()
+            pause = await self.check_once()
             await versions.passed(timeout_seconds=pause)
 
-    async def look_once(self) -> float:
+    async def check_once(self) -> float:
         """Do the due work; return the seconds after which to look again,
         if nothing happens before.
         """

@@ -1,13 +1,14 @@
-"""Another chance for pods that have failed on this node, where the operator asks for it.
+"""Replacement of pods that have failed on this node (setting ``binding.rescheduleFailed``).
 
 The kubelet fails a pod for good when its admission goes wrong (`UnexpectedAdmissionError`). It
-repeats without end a start that the agent refuses for good (`Refusal.final`). Such a pod is lost
-although another node, or the same one a moment later, would have room:
+repeats without end a start that the agent refuses for good (`Refusal.final`). Such a pod never runs
+although another node, or the same one a moment later, would have room. So this module replaces it:
 
-* one whose controller makes another is evicted, so PodDisruptionBudgets hold;
-* one without an owner is recreated. Between its deletion and its creation it exists only in a file
-  of ours (`pod_copies`), with which a restarted agent continues;
-* one that is critical, or has an owner that makes no other, is left alone. An event says so.
+* A pod with a controller, which creates another pod, is evicted. The Eviction API respects
+  PodDisruptionBudgets.
+* A pod without an owner is deleted and recreated. In between it exists only in a file of the agent
+  (`pod_copies`), with which a restarted agent continues.
+* A pod that is critical, or has owners but no controller, is left alone. An event says so.
 
 A pod that fails again waits for longer each time, and is left alone after `MAX_TRIES`.
 
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 
 DELETED, RECREATED, LEFT_ALONE = "VgpuDeleted", "VgpuRecreated", "VgpuNotRescheduled"
 DELETE_PERMISSION, CREATE_PERMISSION = "delete pods", "create pods"
-# How often in a row the pods of one owner, or of one name, get another chance.
+# How often in a row the pods of one owner, or of one name, are replaced.
 MAX_TRIES = 5
-# The pause before the second chance; it doubles for each further one.
+# The pause before the second replacement; it doubles for each further one.
 PAUSE_SECONDS = 10.0
-# The chances of a pod that fails this long after its last one are counted from zero again.
+# The replacements are counted from zero again when the last one is this long ago.
 FORGET_SECONDS = 3600.0
 # A pod that cannot be created for that long is given up.
 GIVE_UP_SECONDS = 24 * 3600.0
@@ -58,11 +59,11 @@ _PAGE, _MAX_PAGES = 50, 10
 _MAX_COPIES = 16
 _LONGEST_BODY_BYTES = 2 * 1024 * 1024
 _MAX_KEYS, _MAX_DONE = 512, 2000
-# The pause before the next look whether a deleted pod is gone; it doubles up to the maximum.
-_LOOK_AGAIN_SECONDS, _LOOK_AGAIN_MAX_SECONDS = 0.5, 5.0
+# The pause before the next check whether a deleted pod is gone; it doubles up to the maximum.
+_CHECK_SECONDS, _CHECK_MAX_SECONDS = 0.5, 5.0
 # Failed pods are listed at most once in this time.
 _LIST_SECONDS = 5.0
-# Pods whose creations lie so close together were not made because of each other's end.
+# A pod that was created so soon after another one is not the replacement of that one.
 _TOGETHER_SECONDS = 2.0
 _NO_TRIES = Tries(0, 0.0)
 
@@ -70,11 +71,11 @@ _Value = TypeVar("_Value")
 
 
 class _Case(msgspec.Struct):
-    """A pod that failed, and has not been dealt with.
+    """A pod that failed, and has not been handled yet.
 
     Attributes:
         why: the reason why it cannot run, for its owner.
-        failed: the kubelet has given it up; otherwise its start is refused again and again.
+        failed: the kubelet has failed it; otherwise its start is refused again and again.
     """
 
     pod: Pod
@@ -88,18 +89,18 @@ class _Recreation(msgspec.Struct):
     """The next try to create the pod of a copy."""
 
     backoff: Backoff = msgspec.field(default_factory=Backoff)
-    pause: float = _LOOK_AGAIN_SECONDS
+    pause: float = _CHECK_SECONDS
     due: float = 0.0
 
 
 class Rescue:
-    """The check of failed and refused pods whenever there are new ones.
+    """Handles failed and refused pods whenever there are new ones.
 
-    State: the file of `PodCopies`. Everything else is in memory, and found again by a list of this
-    node's failed pods after a restart.
+    State: the file of `PodCopies`. Everything else is in memory. After a restart it is found again
+    by listing this node's failed pods.
 
     Attributes:
-        counts: pods by what became of them, for metrics.
+        counts: pods by result, for metrics.
     """
 
     def __init__(
@@ -123,14 +124,14 @@ class Rescue:
         Args:
             api: the API server.
             node_name: our Node's name.
-            pod_cache: the pods of this node; an end in it makes this look for failed ones.
-            resources: the names of the resources whose pods get another chance.
-            refusals: the starts that are refused at the moment; those that are final count.
+            pod_cache: the pods of this node; when one has ended, failed pods are listed.
+            resources: the names of the resources whose pods are replaced.
+            refusals: the starts that are refused at the moment; only final ones count.
             wake: advances with each change of ``refusals``.
-            stale: annotations and labels that are taken off a pod before it is recreated.
-            events: for the owners.
-            copies: where pods are kept between deletion and creation.
-            journal: what is done, and troubles, are recorded there.
+            stale: annotations and labels that are removed from a pod before it is recreated.
+            events: writes events for the owners.
+            copies: the file of the pods between deletion and creation.
+            journal: records what is done, and failures.
             clock: unix seconds.
             look_seconds: how often the loop sends a heartbeat.
         """
@@ -149,29 +150,29 @@ class Rescue:
         self.counts = {"evicted": 0, "recreated": 0, "left_alone": 0}
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Continue with the copies of an earlier process, and look for pods until cancelled."""
+        """Continue with the copies of an earlier process, and handle pods until cancelled."""
         self._beat = beat
         self._state = await self._copies.read()
         while True:
             beat()
             versions = Versions(self._wake, self._pod_cache.revision)
-            pause = await self.look_once()
+            pause = await self.check_once()
             await versions.passed(timeout_seconds=pause)
 
-    async def look_once(self) -> float:
-        """Do what is due; return the seconds after which to look again, if nothing happens."""
+    async def check_once(self) -> float:
+        """Do the due work; return the seconds until the next check, if nothing happens before."""
         pause = min(self._look_seconds, await self._find_failed())
         self._find_refused()
         for uid, case in tuple(self._cases.items()):
             if (left := case.due - _now()) <= 0:
                 self._beat()
-                left = await self._help(uid, case)
+                left = await self._handle(uid, case)
             pause = min(pause, left)
         for copy in tuple(self._state.copies.values()):
             again = self._recreations.setdefault(copy.uid, _Recreation())
             if (left := again.due - _now()) <= 0:
                 self._beat()
-                left = await self._bring_back(copy, again)
+                left = await self._recreate(copy, again)
             pause = min(pause, left)
         return max(pause, 0.01)
 
@@ -179,7 +180,7 @@ class Rescue:
 
     async def _find_failed(self) -> float:
         """List the failed pods if any pod has ended, or may have; return the seconds until the next
-        look.
+        check.
         """
         if self._seen == (self._pod_cache.ends, self._pod_cache.lists):
             return self._look_seconds
@@ -239,10 +240,8 @@ class Rescue:
 
     # -- eviction and recreation -------------------------------------------------------------------
 
-    async def _help(self, uid: str, case: _Case) -> float:
-        """Give the pod another chance, or leave it alone; return the seconds until there is more to
-        do.
-        """
+    async def _handle(self, uid: str, case: _Case) -> float:
+        """Replace the pod, or leave it alone; return the seconds until there is more to do."""
         case.due = 0.0
         try:
             pod = await self._current_object(case)
@@ -256,7 +255,7 @@ class Rescue:
             if err.status in (404, 409):  # gone, or another pod has its name
                 self._drop(uid)
             elif err.status == 429:
-                self._say_postponed(case, err)
+                self._report_postponed(case, err)
             else:
                 self._failure_log.failed("pods", err, _permission(err), pod=case.pod.full_name)
             left = case.backoff.seconds_left
@@ -266,7 +265,7 @@ class Rescue:
         """Evict, delete or leave alone the pod; return the seconds until there is more to do.
 
         Raises:
-            ClusterError: the API server did not do it.
+            ClusterError: the API server refuses, or does not answer.
         """
         controller, owners = recreation.owners(pod)
         key = _key(case.pod, controller)
@@ -281,7 +280,7 @@ class Rescue:
         return await self._delete(case, key, pod)
 
     async def _current_object(self, case: _Case) -> dict[str, Any] | None:
-        """Return the pod as it is now, None where it needs no help any more.
+        """Return the pod as it is now; None if it need not be replaced any more.
 
         Raises:
             ClusterError: no answer.
@@ -311,15 +310,15 @@ class Rescue:
         return self._look_seconds
 
     async def _delete(self, case: _Case, key: str, pod: dict[str, Any]) -> float:
-        """Store the pod and delete it; `_bring_back` does the rest."""
+        """Store the pod and delete it; `_recreate` does the rest."""
         if len(self._state.copies) >= _MAX_COPIES:
-            case.due = _now() + _LOOK_AGAIN_MAX_SECONDS
-            return _LOOK_AGAIN_MAX_SECONDS
+            case.due = _now() + _CHECK_MAX_SECONDS
+            return _CHECK_MAX_SECONDS
         before = self._state.tries.get(key)
         tries = self._count(key, recreation.created_at(pod))
         body = recreation.with_tries(recreation.copy_of(pod, self._stale), tries, self._clock())
         if len(msgspec.json.encode(body)) > _LONGEST_BODY_BYTES:
-            return self._leave(case, "it is too large to be kept while it is created anew")
+            return self._leave(case, "it is too large to be kept until it is created again")
         copy = Copy(
             case.pod.uid, case.pod.namespace, case.pod.name, self._clock(), body, reason=case.why
         )
@@ -329,7 +328,7 @@ class Rescue:
         except OSError as err:
             del self._state.copies[copy.uid]
             self._uncount(key, before)
-            self._say_not_stored(err)
+            self._report_not_stored(err)
             case.due = _now() + PAUSE_SECONDS
             return PAUSE_SECONDS
         self._failure_log.recovered("copies")
@@ -340,18 +339,20 @@ class Rescue:
                 self._uncount(key, before)
                 await self._forget(copy)
                 raise
-            # It may have been deleted all the same: `_bring_back` finds out.
+            # It may have been deleted nevertheless; `_recreate` checks that.
         self._record(
-            "rescue.deleted", case, DELETED, f"deleted, and will be created anew: {case.why}"
+            "rescue.deleted", case, DELETED, f"deleted, and will be created again: {case.why}"
         )
         return 0.0
 
-    async def _bring_back(self, copy: Copy, again: _Recreation) -> float:
+    async def _recreate(self, copy: Copy, again: _Recreation) -> float:
         """Create the pod once the old one is gone; return the seconds until there is more to do."""
         pod = Pod(copy.uid, copy.namespace, copy.name)
         if self._clock() - copy.since > GIVE_UP_SECONDS:
             await self._forget(copy)
-            self._tell_left_alone(pod, "the agent has tried to create it anew for a day; create it")
+            self._report_left_alone(
+                pod, "the agent has tried to create it again for a day; create it"
+            )
             return self._look_seconds
         path = pod_path(copy.namespace, copy.name)
         try:
@@ -359,7 +360,7 @@ class Rescue:
             if found is None:
                 made = _readable(await self._api.post(pods_path(copy.namespace), copy.body))
                 await self._forget(copy)
-                self._tell_recreated(copy, made)
+                self._report_recreated(copy, made)
                 return self._look_seconds
             metadata = found["metadata"]
             if metadata.get("uid") != copy.uid:  # it was created meanwhile, perhaps by this agent
@@ -368,7 +369,7 @@ class Rescue:
             if not metadata.get("deletionTimestamp"):
                 await self._api.delete(path, uid=copy.uid)
             again.backoff.succeeded()
-            pause, again.pause = again.pause, min(2 * again.pause, _LOOK_AGAIN_MAX_SECONDS)
+            pause, again.pause = again.pause, min(2 * again.pause, _CHECK_MAX_SECONDS)
         except ClusterError as err:
             again.backoff.failed(err)
             if err.status not in (404, 409):
@@ -396,11 +397,10 @@ class Rescue:
     # -- limits on repetition ----------------------------------------------------------------------
 
     def _wait(self, key: str, pod: dict[str, Any], *, counts_each: bool) -> float | None:
-        """Return the seconds until the pod's next chance, None when it has had them all.
+        """Return the seconds until the pod may be replaced again; None after `MAX_TRIES`.
 
         With ``counts_each`` false, pods of one owner that were created together with the last
-        counted one, or before it, are one failure: none of them was made because another was
-        evicted.
+        counted one, or before it, count as one failure: none of them is the replacement of another.
         """
         now, known = self._clock(), self._state.tries.get(key, _NO_TRIES)
         number, last = recreation.tries_of(pod) if counts_each else (0, 0.0)
@@ -432,7 +432,7 @@ class Rescue:
         try:
             await self._copies.write(self._state)
         except OSError as err:
-            self._say_not_stored(err)
+            self._report_not_stored(err)
 
     async def _forget(self, copy: Copy) -> None:
         """Drop the copy. Where that cannot be written, the next start finds the pod under another
@@ -446,17 +446,17 @@ class Rescue:
 
     def _leave(self, case: _Case, why: str) -> float:
         self._finish(case.pod.uid)
-        self._tell_left_alone(case.pod, f"{why}. It cannot run here: {case.why}")
+        self._report_left_alone(case.pod, f"{why}. It cannot run here: {case.why}")
         return self._look_seconds
 
-    def _tell_left_alone(self, pod: Pod, text: str) -> None:
+    def _report_left_alone(self, pod: Pod, text: str) -> None:
         self.counts["left_alone"] += 1
         self._journal.record(
             "rescue.left_alone", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
         )
         self._events.raise_event(pod, LEFT_ALONE, f"left alone: {text}")
 
-    def _tell_recreated(self, copy: Copy, made: dict[str, Any] | None) -> None:
+    def _report_recreated(self, copy: Copy, made: dict[str, Any] | None) -> None:
         self.counts["recreated"] += 1
         self._failure_log.recovered("pods")
         uid = str(made["metadata"].get("uid", "")) if made else ""
@@ -471,7 +471,7 @@ class Rescue:
         self._events.raise_event(Pod(uid, copy.namespace, copy.name), RECREATED, text, "Normal")
 
     def _record(self, event: str, case: _Case, reason: str, text: str) -> None:
-        """Note that the pod has been dealt with."""
+        """Record that the pod has been handled."""
         pod = case.pod
         self._finish(pod.uid)
         self._failure_log.recovered("pods")
@@ -485,7 +485,7 @@ class Rescue:
             )
         self._events.raise_event(pod, reason, text)
 
-    def _say_postponed(self, case: _Case, err: ClusterError) -> None:
+    def _report_postponed(self, case: _Case, err: ClusterError) -> None:
         self._failure_log.record(
             f"budget {case.pod.uid}",
             "rescue.postponed",
@@ -495,7 +495,7 @@ class Rescue:
             error=str(err),
         )
 
-    def _say_not_stored(self, err: OSError) -> None:
+    def _report_not_stored(self, err: OSError) -> None:
         self._failure_log.record(
             "copies",
             "rescue.not_stored",
@@ -503,7 +503,7 @@ class Rescue:
             level="error",
             error=str(err),
             remedy="make stateDirectory a directory with room in which the agent can write; until "
-            "then no pod is deleted to be created anew",
+            "then no pod is deleted to be created again",
         )
 
     def _finish(self, uid: str) -> None:
@@ -558,16 +558,16 @@ def _why_not(
 ) -> str:
     """Say why the pod is left alone, with the remedy; empty where it is not."""
     if recreation.is_critical(pod):
-        return "it is critical, so the agent does not end it"
+        return "it is critical, so the agent does not delete it"
     if controller is None and owners:
         named = ", ".join(map(_named, owners[:3]))
         return (
-            f"its owner {named} is not its controller, so nobody may make another; delete the pod "
+            f"its owner {named} is not its controller, so no replacement is sure; delete the pod "
             "to let its owner act"
         )
     if wait is None:
         return (
-            f"it had {MAX_TRIES} other chances and failed each time; find out why, and create it "
+            f"it was replaced {MAX_TRIES} times and failed each time; find out why, and create it "
             "again"
         )
     return ""
@@ -579,7 +579,7 @@ def _of(thing: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _key(pod: Pod, controller: dict[str, Any] | None) -> str:
-    """Name what must not be tried without end: a controller, or a pod's name."""
+    """Return the key by which replacements are counted: a controller's UID, or a pod's name."""
     return (
         f"{pod.namespace}/{pod.name}"
         if controller is None

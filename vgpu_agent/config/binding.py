@@ -65,9 +65,9 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         bool,
         Meta(
             description=(
-                "Give pods another chance that the kubelet has failed at admission "
+                "Replace pods that the kubelet has failed at admission "
                 "(`UnexpectedAdmissionError`), or whose start can never succeed here: a pod with a "
-                "controller is evicted, a bare one is deleted and created anew, a critical one is "
+                "controller is evicted, a bare one is deleted and recreated, a critical one is "
                 "left alone. A pod that fails again waits for longer each time, and is left alone "
                 "after five times. It needs the rights in `manifests/components/reschedule`. A "
                 "family may have a switch of its own for it, such as a feature gate."

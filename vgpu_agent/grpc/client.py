@@ -52,9 +52,9 @@ async def call(
         socket_path: of the server.
         method: ``/package.Service/Method``.
         request: the message.
-        timeout_seconds: for all of it.
-        connected: awaited between the connection and the sending of the message; if it raises, the
-            call is not made.
+        timeout_seconds: for the whole call.
+        connected: awaited after connecting and before the message is sent; if it raises, the call
+            is not made.
 
     Raises:
         CallError: the socket has no listener, the answer is an error, or it did not come within
@@ -83,7 +83,7 @@ class Caller:
         self._closing: asyncio.TimerHandle | None = None
 
     async def call(self, method: str, request: bytes, *, timeout_seconds: float) -> bytes:
-        """Do as the function `call`; only for methods that may be called twice."""
+        """Make a call like the function `call`; only for methods that may be called twice."""
         if (kept := self._taken()) is not None:
             try:
                 return await self._call(kept, method, request, timeout_seconds)
@@ -154,7 +154,7 @@ async def _answer(
         message = f"{name}: cannot connect to {socket_path}: {err.strerror or err}"
         raise CallError(message, status=Status.UNAVAILABLE.name) from err
     except (StreamTerminatedError, ProtocolError, AssertionError) as err:
-        # grpclib asserts where an answer breaks off
+        # grpclib raises AssertionError where an answer is incomplete
         raise CallError(
             f"{name} on {socket_path} broke off: {err}", status=Status.UNAVAILABLE.name
         ) from err
