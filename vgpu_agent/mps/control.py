@@ -1,8 +1,8 @@
 """The commands to one MPS control daemon: through the control binary, one process each, as NVIDIA's
 own plugin does (nvidia §11.2).
 
-Called by `daemon`. The daemon's answers are checked, since a limit that was only sent is not yet a
-limit: NVIDIA's plugin offered resources whose daemon had none.
+Called by `daemon`. The daemon's answers are checked, because a limit that was sent may not be in
+force: NVIDIA's plugin offered resources whose daemon had no limit.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NO_DAEMON = "Cannot find MPS control daemon process"
 # 10240M; in some versions within a sentence
 _MEMORY = re.compile(r"\b(\d{1,12}) ?([MG])(?:i?B)?\b", re.ASCII)
 _GIB_MIB = 1024
-_PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just started answers
+_PAUSE_SECONDS = 0.05  # between two checks whether a daemon that was just started answers
 
 
 class Control:
-    """The daemon of one plan (its directories, GPUs and limits), running or not.
-    State: none; the daemon's answers count.
+    """The MPS control daemon of one plan (its directories, GPUs and limits), running or not.
+    State: none; the state is that of the daemon.
     """
 
     def __init__(self, plan: DaemonPlan, tool: HostTool, *, timeout_seconds: float) -> None:
@@ -46,7 +46,7 @@ class Control:
             async with asyncio.timeout(self._timeout):
                 while True:
                     try:
-                        await self.tell(PROBE)
+                        await self.send(PROBE)
                     except MpsDaemonGoneError:
                         await asyncio.sleep(_PAUSE_SECONDS)
                     else:
@@ -57,8 +57,8 @@ class Control:
                 f"{self._plan.log}/control.log"
             ) from err
 
-    async def tell(self, command: str) -> str:
-        """Give one command and return the answer.
+    async def send(self, command: str) -> str:
+        """Send one command and return the answer.
 
         Raises:
             MpsDaemonGoneError: there is no daemon.
@@ -82,7 +82,7 @@ class Control:
             devices: those with a memory limit to check; None for all of the plan.
 
         Raises:
-            MpsError: it does not answer, or not as a daemon does.
+            MpsError: it does not answer, or its answer has another form.
         """
         differences: list[str] = []
         if (threads := await self._threads()) != self._plan.thread_percentage:
@@ -108,16 +108,16 @@ class Control:
         return tuple(sorted(servers)), tuple(sorted(clients))
 
     async def quit(self) -> None:
-        """End the daemon; fine when there is none. One that does not listen is killed.
+        """End the daemon; do nothing if there is none. A daemon that does not answer is killed.
 
         Raises:
             MpsError: it cannot be ended.
         """
         try:
-            await self.tell(QUIT)
+            await self.send(QUIT)
             async with asyncio.timeout(self._timeout):
                 while True:
-                    await self.tell(PROBE)
+                    await self.send(PROBE)
                     await asyncio.sleep(_PAUSE_SECONDS)
         except MpsDaemonGoneError:
             return
@@ -125,8 +125,8 @@ class Control:
             await asyncio.to_thread(self._kill)
 
     def has_process(self) -> bool:
-        """Tell whether the process lives whose id the daemon has written down. Blocks;
-        for a thread.
+        """Tell whether the process whose id is in the daemon's PID file is alive. Blocks, so call
+        it in a thread.
         """
         return processes.written_pid(self._plan.pipe) is not None
 
@@ -142,13 +142,13 @@ class Control:
 
     async def _threads(self) -> float:
         """The compute limit of the daemon in percent, which is the answer to `PROBE`."""
-        answer = await self.tell(PROBE)
+        answer = await self.send(PROBE)
         try:
             percentage = float(answer)
         except ValueError as err:
-            raise MpsError(self._nonsense(PROBE, answer, "a percentage")) from err
+            raise MpsError(self._unexpected(PROBE, answer, "a percentage")) from err
         if not 0 <= percentage <= 100:
-            raise MpsError(self._nonsense(PROBE, answer, "a percentage"))
+            raise MpsError(self._unexpected(PROBE, answer, "a percentage"))
         return percentage
 
     async def _memory(self, limit: DeviceLimit) -> str:
@@ -156,22 +156,22 @@ class Control:
         else empty.
         """
         command = f"get_default_device_pinned_mem_limit {limit.index}"
-        answer = await self.tell(command)
+        answer = await self.send(command)
         found = _MEMORY.search(answer)
         if found is None:
-            raise MpsError(self._nonsense(command, answer, "a limit such as 10240M"))
+            raise MpsError(self._unexpected(command, answer, "a limit such as 10240M"))
         # Many drivers show whole GiB, rounded down.
         as_shown = limit.memory_mib // _GIB_MIB if found[2] == "G" else limit.memory_mib
         return "" if int(found[1]) == as_shown else found[0]
 
     async def _numbers(self, command: str) -> list[int]:
-        answer = await self.tell(command)
+        answer = await self.send(command)
         try:
             return [int(word) for word in answer.split()]
         except ValueError as err:
-            raise MpsError(self._nonsense(command, answer, "process ids")) from err
+            raise MpsError(self._unexpected(command, answer, "process ids")) from err
 
-    def _nonsense(self, command: str, answer: str, expected: str) -> str:
+    def _unexpected(self, command: str, answer: str, expected: str) -> str:
         return (
             f"the control binary answered {shown(answer)} to {command}, expected {expected}; "
             "check that it is NVIDIA's own and belongs to the installed driver"

@@ -276,11 +276,11 @@ class Daemon:
     async def _tell_limits(self, control: Control) -> None:
         """Set the limits for servers to come, and separately for those that run already."""
         for command in self._plan.commands:
-            await control.tell(command)
+            await control.send(command)
         await self._read_processes(control)
         for server in self._servers:
             for command in self._plan.commands_for(server):
-                await control.tell(command)
+                await control.send(command)
         if clients := self.status.clients:
             self._journal.record(
                 "mps.clients_without_limits",

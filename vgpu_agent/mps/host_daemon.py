@@ -38,7 +38,7 @@ class HostDaemon:
         if missing or not can_ask:
             return missing
         try:
-            await self._control.tell(PROBE)
+            await self._control.send(PROBE)
         except MpsDaemonGoneError as err:
             return str(err)
         except MpsError as err:

@@ -1,9 +1,9 @@
 """The runner of ``nvidia-cuda-mps-control`` and ``nvidia-smi``, which may be missing, hang,
-die or print anything.
+crash or print anything.
 
-Called by `control` and `compute_mode`. Their output goes into files in memory of a fixed size, so
-no output can fill the agent's memory, and a daemon that keeps its parent's stdout open does not
-block the agent.
+Called by `control` and `compute_mode`. The output of a program goes to a file in memory of a fixed
+size, so it cannot fill the agent's memory, and a daemon that keeps its parent's stdout open does
+not block the agent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HostTool:
         Args:
             arguments: of the program.
             text: its stdin.
-            environment: its whole environment; None for the agent's own.
+            environment: its complete environment; None for that of the agent.
 
         Raises:
             MpsError: it cannot be started, does not end in time, or fails; the message has its
