@@ -1,11 +1,11 @@
-"""The named configuration that a label of our Node chooses,
-followed while label and directory change.
+"""The named configuration that a label of our Node chooses, updated when the label or the directory
+of configurations changes.
 
 NVIDIA's plugin has a process of its own for this, which waits for the API server at every start and
 does not notice new content under the same name (nvidia §13). Called by `composition.run` before the
-agent is built, because some settings hold for the life of the process; by `reload` before each look
-at the files; and by `report`. `api_server` gives it the label, and remembers what is in force.
-Which file a label's value means is decided by the family that replaces the plugin
+agent is built, because some settings hold for the life of the process; by `reload` before each
+check of the files; and by `report`. `api_server` supplies the label, and stores the configuration
+in force for a restart. The family that replaces the plugin maps the label's value to a file
 (`NamedDocuments.choose`).
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
 
 # The flag of NVIDIA's plugin that names its file. The choice is passed on as this flag, because a
-# flag beats all other sources of nvidiaConfigFile.
+# flag overrides all other sources of nvidiaConfigFile.
 _FILE_FLAG = "--config-file"
 
 
@@ -52,18 +52,17 @@ class InForce(msgspec.Struct, frozen=True):
 class NamedConfiguration:
     """The chosen configuration, and the reason why a newer choice is not in force.
 
-    State: the last choice that could be made. It survives a restart by `remembered` (written by
-    `api_server`).
+    State: the last valid choice. It survives a restart by `remembered` (written by `api_server`).
 
     Attributes:
-        choice: what was chosen last.
-        problem: why the label or the directory is not followed as it is now; empty when it is.
-        in_force: the configuration that runs: the choice, or the one before where that is invalid.
+        choice: the last valid choice.
+        problem: why the present label or directory has no effect; empty when it has.
+        in_force: the configuration in force: the choice, or the previous one if that is invalid.
             None before `begin`.
         revision: advances with ``in_force``.
-        label: the label's value as it was read last, empty where the Node has none; None when it
+        label: the label's value when it was read last, empty where the Node has none; None when it
             was never read.
-        waited_seconds: how long the API server was waited for at the start.
+        waited_seconds: the time spent on waiting for the API server at the start.
     """
 
     def __init__(self, sources: Sources, settings: Settings, journal: Journal) -> None:
@@ -81,11 +80,11 @@ class NamedConfiguration:
         self._named_documents = plugin_document().named_documents(settings)
         self._own, self._settings = sources, settings
         self._unread = ""  # why the label has not been read
-        self._before: InForce | None = None  # what an earlier agent had
+        self._before: InForce | None = None  # in force before the agent was restarted
 
     @property
     def report(self) -> dict[str, str]:
-        """Return for ``/debug/config`` what was chosen and why, and why something newer was not."""
+        """Return the choice, its reason, and the problem of a newer one, for ``/debug/config``."""
         return {
             "name": self.choice.key,
             "reason": self.choice.reason,
@@ -103,7 +102,7 @@ class NamedConfiguration:
         and read the chosen file.
 
         Raises:
-            ConfigError: the directory cannot be read, or what was chosen cannot be used.
+            ConfigError: the directory cannot be read, or the chosen configuration is invalid.
         """
         await self._read_label()
         keys = await asyncio.to_thread(keys_in, self._named_documents.directory)
@@ -120,7 +119,7 @@ class NamedConfiguration:
         return loaded
 
     def applied(self, loaded: Loaded) -> None:
-        """Note that ``loaded`` is in force, and keep it as the fallback of a restart."""
+        """Record that ``loaded`` is in force."""
         named, content = loaded.contents.nvidia_file, loaded.contents.nvidia or b""
         self.in_force = InForce(os.path.basename(named), content.decode(errors="replace"))
         self.revision.advance()
@@ -132,7 +131,7 @@ class NamedConfiguration:
         try:
             self._choose(await asyncio.to_thread(keys_in, self._named_documents.directory))
         except ConfigError as err:
-            self._complain(str(err))
+            self._set_problem(str(err))
         return self._with(self.choice)
 
     def _load(self) -> Loaded:
@@ -172,7 +171,7 @@ class NamedConfiguration:
         if not found.problem:
             self._take(found)
         unread = "" if self.label is not None else self._unread
-        self._complain("; ".join(filter(None, (found.problem, unread))))
+        self._set_problem("; ".join(filter(None, (found.problem, unread))))
 
     def _take(self, choice: Choice) -> None:
         if choice != self.choice:
@@ -184,7 +183,7 @@ class NamedConfiguration:
                 directory=self._named_documents.directory,
             )
 
-    def _complain(self, problem: str) -> None:
+    def _set_problem(self, problem: str) -> None:
         if problem and problem != self.problem:
             running = self.choice.key if self.in_force is None else self.in_force.key
             self.journal.record(
@@ -201,8 +200,8 @@ class NamedConfiguration:
         return self._named_documents.path(choice.key) if choice.key else ""
 
     async def _read_label(self) -> None:
-        """Ask the API server for the label; where it does not answer,
-        go by what an earlier agent has read.
+        """Read the label from the API server. If it does not answer, use the label that was stored
+        before the agent was restarted.
         """
         node, began = self._settings.node_name_or_hostname, time.monotonic()
         if self._settings.cluster.enabled == "never":
@@ -279,8 +278,8 @@ def keys_in(directory: str) -> frozenset[str]:
 
 
 async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfiguration | None]:
-    """``loaded`` with the named configuration of this node applied to it;
-    as it is where no directory is set.
+    """Return ``loaded`` with the named configuration of this node applied to it; unchanged if no
+    directory is set.
 
     Raises:
         ConfigError: see `NamedConfiguration.begin`.

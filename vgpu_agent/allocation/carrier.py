@@ -1,10 +1,10 @@
 """The way of a decided grant to its container, as `allocation` sees it. The package
 `vgpu_agent.runtime` implements it, in `runtime/grants.py`.
 
-The CDI name stands for the ids, not for a pod. It is given to the kubelet before the owner of the
-ids is known, and the spec behind it is written when the pod has been proven, by the kubelet's
-records. A record of the grant travels inside the spec file, so that after a restart of the agent
-the files themselves show what was decided, also while the API server is away.
+The CDI name identifies the ids, not a pod. The kubelet gets it before the owner of the ids is
+known. The spec of that name is written once the kubelet's records have named the pod. The spec file
+also contains a record of the grant. So after a restart of the agent the decisions are known from
+the files, even while the API server is away.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CDI_KIND = "vgpu-agent.internal/grant"
 
 
 def grant_token(resource: str, ids: Iterable[str]) -> str:
-    """The name of these ids: the same for every order of them, also after a restart;
-    32 hexadecimal digits.
+    """Return the token of these ids: 32 hexadecimal digits, independent of their order, and the
+    same after a restart.
     """
     digest = hashlib.sha256(resource.encode())
     for id_ in sorted(ids):
@@ -105,8 +105,8 @@ class Carrier(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """Tell whether there is a spec of an earlier agent,
-        from which no container may start before it was rewritten.
+        """Tell whether there is a spec of an earlier version of the agent, which must be rewritten
+        before a container starts with it.
         """
         ...
 
@@ -115,8 +115,8 @@ class Carrier(Protocol):
         ...
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
-        """Make the host's files, then the spec, each whole or not at all;
-        a repetition with the same content changes nothing.
+        """Write the files on the host, then the spec, each atomically; a repetition with the same
+        content changes nothing.
 
         Raises:
             HostFileError: something could not be written; the text names path, reason and remedy.
@@ -124,7 +124,7 @@ class Carrier(Protocol):
         ...
 
     async def prepare(self, record: GrantRecord, provision: Provision) -> None:
-        """Make the host's files only, for answers that were complete in Allocate.
+        """Write the files on the host only, for answers that were complete in Allocate.
 
         Raises:
             HostFileError: as for `deliver`.

@@ -1,5 +1,5 @@
-"""The facts and services that the parts of `allocation` share.
-`agent` puts them together, tests replace them.
+"""The facts and services that the parts of `allocation` share. `agent` builds them, and tests
+replace them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Families(msgspec.Struct, frozen=True):
     Attributes:
         by_ids: families whose ids name devices.
         by_pod: families whose pods decide.
-        paused: families whose pods decide and that start no container now; their schedulers are
-            shown no free GPU. Some of them may be in ``by_pod``.
+        paused: families whose pods decide and that start no container now; for their schedulers, no
+            GPU is free. Some of them may be in ``by_pod``.
         idle: families whose ids name devices and whose resources are not offered now. Containers
             that run keep their grants.
     """
@@ -110,7 +110,7 @@ class Context(msgspec.Struct):
         pods: the pods of this node.
         read_records: see `RecordsReader`.
         fetch: see `Fetch`.
-        carrier: brings grants to the container runtime.
+        carrier: delivers grants to the container runtime.
         refusals: the starts that are refused now.
         settings: section ``binding``.
         divider: divides GPUs; None where that is not possible.

@@ -2,8 +2,8 @@
 the one list for all code that reports such a pod, evicts it or creates it again.
 
 `allocation` adds an entry each time PreStartContainer refuses, and removes it when the container
-starts after all. `cluster` reads the list: what stays refused gets an event and, if configured, an
-eviction. `web` shows the count.
+starts after all. `cluster` reads the list: a pod that stays refused gets an event and, if
+configured, is evicted. `web` shows the list.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Refusal(msgspec.Struct, frozen=True):
             after the reason.
         since: unix seconds of the first refusal in a row.
         count: how often it was refused in a row.
-        final: trying again cannot help: an early guess was wrong and the container has got
-            another's devices, or the kubelet has given its ids to another pod as well, which keeps
-            them (`ambiguities`).
+        final: trying again cannot help. With early binding, a wrong guess has given the container
+            the devices of another one; or the kubelet has given its ids to another pod as well,
+            which keeps them (`ambiguities`).
     """
 
     pod: Pod
@@ -61,9 +61,9 @@ class Refusal(msgspec.Struct, frozen=True):
 class Refusals:
     """The refusals of this node that still hold, one for each container.
 
-    State: memory only. The kubelet asks again about every quarter of a minute, so after a restart
-    the list fills by itself, with later times. `revision` advances with every change. Only the
-    event loop's thread may change it. At most `MAX_REFUSALS` are kept, those refused last, each
+    State: memory only. The kubelet tries a refused start again about every 15 seconds. So after a
+    restart the list fills by itself, with later times. `revision` advances with every change. Only
+    the event loop's thread may change it. At most `MAX_REFUSALS` are kept, those refused last, each
     with a reason and an advice of `LONGEST_REASON` characters.
     """
 

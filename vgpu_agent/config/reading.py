@@ -1,4 +1,4 @@
-"""Read all configuration sources into settings, with the place of each value and the errors.
+"""Read all configuration sources into settings, and record the source of each value and the errors.
 
 `load` creates a `Reading` and adds the sources to it in ascending priority: NVIDIA's file, the
 agent's own file, environment variables, flags. Then it asks for the settings and for the origin of

@@ -1,9 +1,9 @@
-"""The GPU of a Tegra processor (Jetson):
-one device of id ``tegra``, of which only its existence is known.
+"""The GPU of a Tegra processor (Jetson): one device with the id ``tegra``, about which nothing else
+is known.
 
-It has no UUID, no memory of its own, no device node for itself and no NVML that reports its health,
-so nothing is read and nothing is watched, as by NVIDIA's plugin (nvidia §4, §10). It is there for
-as long as the node is. Built by `source`.
+It has no UUID, no memory of its own, no device node for itself and no NVML that reports its health.
+So nothing is read and nothing is watched, as in NVIDIA's plugin (nvidia §4, §10). It never
+disappears. Built by `source`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The text in which Volcano's scheduler writes down the GPUs of each container:
-``volcano.sh/vgpu-ids-new`` and ``devices-to-allocate``.
+"""The values of the annotations ``volcano.sh/vgpu-ids-new`` and ``devices-to-allocate``, by which
+Volcano's scheduler assigns GPUs to containers.
 
 Read when a container's share is decided, written when the agent itself has placed a pod. Format:
 volcano-vgpu §3.2, one segment for each container that asks, separated by ``;``, in it one
-``<UUID>,NVIDIA,<memory>,<cores>:`` for each GPU. Every user who may edit the pod may have written
-it, so only its form is relied on here.
+``<UUID>,NVIDIA,<memory>,<cores>:`` for each GPU. Any user who may edit the pod can write it, so
+this module checks only its form. `decisions` checks the rest.
 """
 
 from __future__ import annotations
