@@ -483,7 +483,7 @@ def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(
     )
     text = sentences(node, "train-0")
     assert "GPU 0 (GPU-0) is unhealthy: XID 79." in text
-    assert "nvidia.com/gpu is not served now: there is no MPS control daemon at /mps." in text
+    assert "nvidia.com/gpu is not offered now: there is no MPS control daemon at /mps." in text
 
 
 def test_a_holder_that_the_watch_does_not_show_may_be_gone_or_new(
