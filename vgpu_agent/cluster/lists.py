@@ -30,7 +30,8 @@ _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
 # Each character fits one alternative only, so nothing is ever tried in two ways. Possessive
 # quantifiers would do the same, but Python before 3.11.5 matches too little with them (CPython
 # issue 106052), and Debian 12 has 3.11.2.
-_IN_STRING = rb'[^"\\]*(?:\\.[^"\\]*)*'
+# Escapes are replaced before (`_without_escapes`), so a string ends with the next quote.
+_IN_STRING = rb'[^"]*'
 _STRING = rb'"' + _IN_STRING + rb'"'
 _FLAT = rb'[^"{}]*(?:' + _STRING + rb'[^"{}]*)*'
 _SHALLOW = rb'[^"{}]*(?:(?:' + _STRING + rb"|\{" + _FLAT + rb'\})[^"{}]*)*'
@@ -54,6 +55,8 @@ class ListReader:
         self._path = path
         self._rest = bytearray()
         self._from = 0  # how far `_rest` is read
+        self._ahead = bytearray()  # `_rest` from some place before that on, without escapes
+        self._at = 0  # how far `_ahead` is read
         self._in_string = False
         self._depth = 0
         self._in_items = False
@@ -68,6 +71,7 @@ class ListReader:
         """
         for start in range(0, len(chunk), _MATCHED_AT_ONCE_BYTES):
             self._rest += chunk[start : start + _MATCHED_AT_ONCE_BYTES]
+            self._ahead, self._at = _without_escapes(self._rest[self._from :]), 0
             while (brace := self._next_brace()) is not None:
                 if brace == _OPENING:
                     self._opened()
@@ -97,23 +101,28 @@ class ListReader:
         """Go on behind the next brace that changes `_depth`, and return it;
         None at the end of the received text. Nothing is read twice.
         """
+        ahead = self._ahead
         while True:
             if self._in_string:
-                self._from = _required(_REST_OF_STRING.match(self._rest, self._from)).end()
-                if self._from >= len(self._rest) or self._rest[self._from] != _QUOTE:
+                self._read_to(_required(_REST_OF_STRING.match(ahead, self._at)).end())
+                if self._at >= len(ahead):
                     return None
                 self._in_string = False
-                self._from += 1
-            self._from = _required(
-                (_INSIDE if self._depth > 1 else _OUTSIDE).match(self._rest, self._from)
-            ).end()
-            if self._from >= len(self._rest):
+                self._read_to(self._at + 1)
+            pattern = _INSIDE if self._depth > 1 else _OUTSIDE
+            self._read_to(_required(pattern.match(ahead, self._at)).end())
+            if self._at >= len(ahead):
                 return None
-            found = self._rest[self._from]
-            self._from += 1
+            found = ahead[self._at]
+            self._read_to(self._at + 1)
             if found != _QUOTE:
                 return found
             self._in_string = True  # the end of this string has not been received
+
+    def _read_to(self, place: int) -> None:
+        """Go on to a place in `_ahead`."""
+        self._from += place - self._at
+        self._at = place
 
     def _opened(self) -> None:
         self._depth += 1
@@ -169,6 +178,14 @@ class ListReader:
         raise ClusterError(
             f"GET {self._path}: the list has more than {most} beside its items; it is given up"
         )
+
+
+def _without_escapes(text: bytearray) -> bytearray:
+    """Return the text with other characters in the place of escaped quotes and backslashes, and
+    without the beginning of an escape at its end.
+    """
+    replaced = text.replace(rb"\\", b"..").replace(rb"\"", b"..")
+    return replaced[:-1] if replaced.endswith(b"\\") else replaced
 
 
 def _required(found: re.Match[bytes] | None) -> re.Match[bytes]:
