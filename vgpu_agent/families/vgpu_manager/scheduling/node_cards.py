@@ -7,6 +7,7 @@ extender a gap in the cards' numbers crashes the whole process, vgpu-manager §1
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -135,6 +136,7 @@ def _card(entry: _Entry) -> Card:
     return Card(blocked, entry.type, entry.memory, entry.core, entry.number, numa)
 
 
+@functools.lru_cache(maxsize=64)  # Nodes of one kind have equal texts, of some ten KiB at most
 def _links(text: str, count: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Return the links between the first ``count`` cards. A text that cannot be read counts as
     none. Then pods with the mode ``link-strict`` do not fit, and all others are placed without
