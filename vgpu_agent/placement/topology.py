@@ -78,11 +78,14 @@ class Chosen(msgspec.Struct, frozen=True):
     fallback: str = ""
 
 
+_SIGNS = {BINPACK: -1.0, SPREAD: 1.0}
+
+
 def policy_score(policy: str, free_parts: Sequence[float]) -> float:
     """Return the score of a card for a device policy. ``free_parts`` are the free parts, from 0 to
     1, of its slots (places for containers, ``--device-split-count``), memory and compute.
     """
-    sign = {BINPACK: -1.0, SPREAD: 1.0}.get(policy, 0.0)
+    sign = _SIGNS.get(policy, 0.0)
     return sign * 100 * sum(free_parts) / len(free_parts)
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 Amounts = tuple[int, int, int]
 NOTHING: Amounts = (0, 0, 0)
 
+_KINDS = tuple(ContainerKind)  # iterating an enum is slow
 _RANK = OTHERS - 1  # of all cards: the families that cards serve are not known here
 
 
@@ -92,7 +93,7 @@ def footprint(
         kinds: of the containers.
         claims: of the containers, in the same order.
     """
-    of_kind: dict[ContainerKind, dict[int, Amounts]] = {kind: {} for kind in ContainerKind}
+    of_kind: dict[ContainerKind, dict[int, Amounts]] = {kind: {} for kind in _KINDS}
     for kind, cards in zip(kinds, claims, strict=True):
         found = of_kind[kind]
         for claim in cards:
@@ -133,7 +134,7 @@ def allocate(
     claims: dict[int, tuple[CardClaim, ...]] = {}
     numbers = {
         kind: [number for number, each in enumerate(demand.containers) if each.kind is kind]
-        for kind in ContainerKind
+        for kind in _KINDS
     }
 
     fallback = ""
@@ -236,16 +237,22 @@ def _refused_by_node(
     # One pass over the cards, because each new state of a Node is compared with each demand.
     free = wanted = free_slots = free_memory = free_cores = largest = strongest = 0
     smallest = sys.maxsize
-    for number, card in enumerate(hardware.cards):
+    for number, (card, (slots, memory, cores)) in enumerate(
+        zip(hardware.cards, taken, strict=True)
+    ):
         if card.blocked is not None:
             continue
         free += 1
         wanted += number not in unwanted
-        slots, memory, cores = taken[number]
-        free_slots += max(card.slots - slots, 0)
-        free_memory += max(card.memory_mib - memory, 0)
-        free_cores += max(card.cores_percent - cores, 0)
-        largest, smallest = max(largest, card.memory_mib), min(smallest, card.memory_mib)
+        # a call of `max` for each amount would take longer than the rest
+        if card.slots > slots:
+            free_slots += card.slots - slots
+        if card.memory_mib > memory:
+            free_memory += card.memory_mib - memory
+        if card.cores_percent > cores:
+            free_cores += card.cores_percent - cores
+        largest = max(largest, card.memory_mib)
+        smallest = min(smallest, card.memory_mib)
         strongest = max(strongest, card.cores_percent)
     most_memory, most_cores = (
         max((each.memory_units or 0 for each in demand.containers), default=0)

@@ -6,6 +6,8 @@ them (`book`).
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from vgpu_agent.placement.topology import NONE
@@ -89,6 +91,7 @@ class PodDemand(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
 
+@functools.lru_cache(maxsize=1024)  # asked for each state of a Node
 def total(demand: Demand, memory_factor: int, whole_card_mib: int) -> tuple[int, int, int]:
     """Return slots, MiB of memory and percent of compute that the pod takes at most, summed over
     its cards: its sidecars, plus all main containers or the init container that asks for most.
