@@ -481,7 +481,7 @@ async def test_memory_stays_bounded_by_what_there_is() -> None:
         extender.show()
     slots = 20
     assert count()["promises"] <= slots
-    assert len(book._verdicts) <= 32
+    assert len(book._verdicts) <= 128
     assert len(extender._refused) <= 10_000
     assert len(extender.records._filter_calls) <= 5000
     assert len(cluster.journal.entries) <= 1000

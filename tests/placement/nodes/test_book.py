@@ -189,6 +189,23 @@ def test_states_that_no_node_has_any_more_are_bounded_over_all_hardware(
     assert ones[0].state == ones[1].state
 
 
+def test_kept_verdicts_are_bounded_over_all_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods of many sizes on Nodes in many states must not fill the memory; the demands that were
+    asked about last keep their verdicts.
+    """
+    monkeypatch.setattr("vgpu_agent.placement.nodes.book._MAX_VERDICTS", 50)
+    nodes = 10
+    book = book_of(nodes)
+    for node in range(nodes):
+        book.hold(f"pod-{node}", held(node, (0, 1, 1 + node)))  # each in a state of its own
+    demands = [demand(container(cores=10, memory=1024 + number)) for number in range(20)]
+    for wanted in demands:
+        assert book.choose(wanted, book.names()).node == "n0"
+    assert sum(map(len, book._verdicts.values())) <= 50 + nodes
+    assert list(book._verdicts) == demands[-len(book._verdicts) :]
+    assert len(book._verdicts) > 1
+
+
 @pytest.mark.parametrize(
     ("entry", "model", "is_named"),
     [

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.pods import ContainerKind
 
-# Demands whose verdicts are kept, and how many for each.
-_MAX_DEMANDS, _MAX_VERDICTS = 32, 8192
+# Demands whose verdicts are kept, how many for each, and how many in all. Pods of many sizes come
+# in turn, and a new demand has to be compared with each state.
+_MAX_DEMANDS, _MAX_OF_A_DEMAND, _MAX_VERDICTS = 128, 8192, 262_144
 # States that are kept for reuse, of all hardware together: a few times the Nodes of a large
 # cluster.
 _MAX_STATES = 16_384
@@ -516,10 +517,13 @@ class Book:
             return {}
         table = self._verdicts.setdefault(demand, {})
         self._verdicts.move_to_end(demand)
-        if len(self._verdicts) > _MAX_DEMANDS:
-            self._verdicts.popitem(last=False)
-        if len(table) > _MAX_VERDICTS:
+        if len(table) > _MAX_OF_A_DEMAND:
             table.clear()
+        while (
+            len(self._verdicts) > _MAX_DEMANDS
+            or sum(map(len, self._verdicts.values())) > _MAX_VERDICTS
+        ):
+            self._verdicts.popitem(last=False)
         return table
 
 
