@@ -349,6 +349,22 @@ class WriterStatus(msgspec.Struct):
     oldest_pending_seconds: float = 0.0
 
 
+class WriteFailure(msgspec.Struct, frozen=True):
+    """Files of the agent that it could not write at its last attempt.
+
+    Attributes:
+        directory: their directory.
+        files: the name of a file, or what the files are.
+        error: the reason, as the system gives it.
+        meanwhile: what is lost until they can be written.
+    """
+
+    directory: str
+    files: str
+    error: str
+    meanwhile: str
+
+
 class ClusterStatus(msgspec.Struct):
     """The connection to the API server, and the pods that it has reported."""
 
@@ -378,15 +394,22 @@ class ProblemKind(enum.StrEnum):
 
     AGENT = "agent"
     API_SERVER = "API server"
+    CDI = "cdi"
     CONFIG = "config"
     FILES = "files"
     GPU = "gpu"
     GPUS = "gpus"  # all GPUs of the node
     KUBELET = "kubelet"
     LEDGER = "ledger"
+    LIMITS = "limits"  # of containers
+    MPS = "mps"
     NVML = "nvml"
     RESOURCE = "resource"
     TASK = "task"
+
+
+# The most subjects in the words of a problem. A node with MIG may have a dozen resources.
+_NAMED_SUBJECTS = 4
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -400,17 +423,22 @@ class Problem(msgspec.Struct, frozen=True):
         text: what is wrong.
         remedy: what to do, or where to find more; empty when ``text`` has it, or when there is
             nothing to do.
+        also: further subjects of the same kind that have the same problem.
     """
 
     kind: ProblemKind
     subject: str
     text: str
     remedy: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def part(self) -> str:
-        """The kind and the subject in words."""
-        return f"{self.kind} {self.subject}".rstrip()
+        """The kind and the subjects in words."""
+        names = [self.subject, *self.also[: _NAMED_SUBJECTS - 1]]
+        hidden = 1 + len(self.also) - len(names)
+        more = f" and {hidden} more" if hidden else ""
+        return f"{self.kind} {', '.join(names)}{more}".rstrip()
 
     @property
     def reason(self) -> str:
@@ -441,6 +469,9 @@ class AgentStatus(msgspec.Struct):
     cluster: ClusterStatus = msgspec.field(default_factory=ClusterStatus)
     cdi: CdiStatus = msgspec.field(default_factory=CdiStatus)
     mps: tuple[MpsStatus, ...] = ()  # one for each MPS control daemon, by resource
+    write_failures: tuple[WriteFailure, ...] = ()
+    # namespace/pod/container → why the region with its limits cannot be read
+    unreadable_regions: Mapping[str, str] = msgspec.field(default_factory=dict)
     tasks: tuple[TaskReport, ...] = ()
     events: tuple[Entry, ...] = ()
     loop_lag_seconds: float = 0.0

@@ -221,8 +221,10 @@ async def test_a_region_that_cannot_be_read_is_said_once(host: Host) -> None:
         "main",
     )
     assert "5 bytes" in entry.facts["reason"]
+    assert host.usages.unreadable == {"team/odd/main": entry.facts["reason"]}
     region.write_bytes(used(6))
     assert await host.look() == [("good", "main", 5), ("odd", "main", 6)]
+    assert host.usages.unreadable == {}
 
 
 async def test_of_several_regions_the_last_written_counts(host: Host) -> None:

@@ -293,6 +293,7 @@ def test_a_problem_has_a_kind_and_a_subject_beside_the_words_for_people(node: Ag
     node.not_ready = (
         Problem(ProblemKind.NVML, "", "nvmlInit has not returned for 7 s", remedy),
         Problem(ProblemKind.RESOURCE, "a/b", "x"),
+        Problem(ProblemKind.RESOURCE, "a/c", "x"),
     )
     assert answer(node, "status")["problems"][:2] == [
         {
@@ -301,8 +302,16 @@ def test_a_problem_has_a_kind_and_a_subject_beside_the_words_for_people(node: Ag
             "kind": "nvml",
             "subject": "",
             "remedy": remedy,
+            "also": [],
         },
-        {"part": "resource a/b", "reason": "x", "kind": "resource", "subject": "a/b", "remedy": ""},
+        {
+            "part": "resource a/b, a/c",
+            "reason": "x",
+            "kind": "resource",
+            "subject": "a/b",
+            "remedy": "",
+            "also": ["a/c"],
+        },
     ]
 
 

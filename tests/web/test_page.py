@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,8 +10,19 @@ import pytest
 
 from tests.web.conftest import MEMORY
 from vgpu_agent.model import Owner
-from vgpu_agent.status import AgentStatus, PluginState, PluginStatus, Problem, ProblemKind
-from vgpu_agent.web import page, views
+from vgpu_agent.status import (
+    AgentStatus,
+    CdiSpecStatus,
+    CdiStatus,
+    MpsState,
+    MpsStatus,
+    PluginState,
+    PluginStatus,
+    Problem,
+    ProblemKind,
+    WriteFailure,
+)
+from vgpu_agent.web import page, problems, views
 
 if TYPE_CHECKING:
     from vgpu_agent.web.views import Overview
@@ -190,15 +202,60 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
             },
             "another plugin offers it as well",
         ),
+        (
+            {
+                "write_failures": (
+                    WriteFailure("/state", "a.json", "No space left on device", "a is lost"),
+                    WriteFailure("/state", "b.json", "No space left on device", "b is lost"),
+                )
+            },
+            (
+                "  files  cannot write a.json, b.json in /state: No space left on device; make it "
+                "a directory with room in which the agent can write; until then a is lost, and b "
+                "is lost"
+            ),
+        ),
+        (
+            {"unreadable_regions": {"ml/a/main": "it has 7 bytes", "ml/b/main": "it has 8 bytes"}},
+            (
+                "  limits  the region of ml/a/main and 1 more containers cannot be read, so nothing "
+                "shows that its limits are in force: it has 7 bytes"
+            ),
+        ),
+        (
+            {
+                "cdi": CdiStatus(
+                    specs=tuple(
+                        CdiSpecStatus(
+                            kind, f"/cdi/{kind}.json", error=f"cannot write /cdi/{kind}.json"
+                        )
+                        for kind in ("gpu", "gds")
+                    )
+                )
+            },
+            "  cdi  cannot write /cdi\n",
+        ),
+        (
+            {
+                "mps": (
+                    MpsStatus("a/b", MpsState.FAILED, "no program"),
+                    MpsStatus("a/c", MpsState.FAILED, "no program"),
+                )
+            },
+            "  mps a/b, a/c  no program",
+        ),
     ],
 )
 def test_what_stops_nothing_yet_is_a_problem_too(
     node: AgentStatus, change: dict[str, object], sentence: str
 ) -> None:
-    """It would be forgotten otherwise."""
+    """It would be forgotten otherwise. Each cause is one line."""
+    before = len(problems.known(node, NOW))
     for name, value in change.items():
         setattr(node, name, value)
-    assert sentence in page.as_text(views.overview(node, NOW))
+    text = re.sub("  +", "  ", page.as_text(views.overview(node, NOW)))
+    assert re.sub("  +", "  ", sentence) in text
+    assert len(problems.known(node, NOW)) - before == (2 if "config.yaml:4" in sentence else 1)
 
 
 @pytest.mark.parametrize(

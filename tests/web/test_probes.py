@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 
 from vgpu_agent.concurrency import TaskReport, TaskState
+from vgpu_agent.model import Health
 from vgpu_agent.status import NvmlState, NvmlStatus, PluginState, Problem, ProblemKind, WatchStatus
 from vgpu_agent.web import probes
 
@@ -14,6 +16,15 @@ if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus
 
 NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def node(node: AgentStatus) -> AgentStatus:
+    """A node without any problem."""
+    healthy = [msgspec.structs.replace(gpu, health=Health()) for gpu in node.inventory.gpus]
+    node.inventory = msgspec.structs.replace(node.inventory, gpus=tuple(healthy), failures=())
+    node.ledger.unknown_ids = ()
+    return node
 
 
 def test_a_healthy_agent_says_one_word(node: AgentStatus) -> None:
@@ -35,6 +46,29 @@ def test_each_reason_is_one_line_whatever_it_quotes(node: AgentStatus) -> None:
         False,
         "[-] nvml: hung in nvmlInit\n[-] resource nvidia.com/gpu: not registered\nnot ready\n",
     )
+
+
+def test_problems_that_stop_nothing_are_listed_and_decide_nothing(node: AgentStatus) -> None:
+    """``ready`` alone would mean that nothing is wrong."""
+    node.config_needs_restart = ("listen",)
+    verdict = probes.ready(node, NOW, verbose=False)
+    assert (verdict.ok, verdict.text) == (
+        True,
+        "[~] config: takes effect after a restart: listen\nready\n",
+    )
+    assert probes.live(node, NOW, verbose=False).text == "alive\n"
+
+
+def test_one_cause_is_one_line_however_many_resources_it_stops(node: AgentStatus) -> None:
+    """A node with MIG may have a dozen resources, and all of them wait for the kubelet."""
+    node.not_ready = tuple(
+        Problem(ProblemKind.RESOURCE, f"mig-{number}", "the kubelet is away")
+        for number in range(10)
+    )
+    assert probes.ready(node, NOW, verbose=False).text.splitlines() == [
+        "[-] resource mig-0, mig-1, mig-2, mig-3 and 6 more: the kubelet is away",
+        "not ready",
+    ]
 
 
 def test_only_a_stuck_loop_makes_the_agent_not_alive(node: AgentStatus) -> None:
@@ -77,10 +111,12 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     verdict = probes.ready(node, NOW, verbose=True)
     assert verdict.ok
     assert verdict.text.splitlines() == [
+        "[~] config: the newest configuration is not in force: config.yaml:3: no",
+        "[~] config: the newest configuration is not in force: label a/b: nor",
         "[~] nvml: hung, in nvmlDeviceGetCount_v2",
         "[~] kubelet: no socket in /var/lib/kubelet",
         "[~] resource nvidia.com/gpu: waiting for kubelet, stream closed, 10 of 20 ids healthy",
-        "[~] config: the newest configuration is not in force: config.yaml:3: no; label a/b: nor",
+        "[~] config: the newest configuration is not in force",
         "[+] event loop: 1.0 ms late (99th percentile), 250.0 ms at worst",
         "[~] task health: no heartbeat for 10 s longer than allowed",
         "[~] task watch: backing off (OSError: gone)",

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
     from vgpu_agent.pods import Pod
-    from vgpu_agent.status import WatchStatus
+    from vgpu_agent.status import WatchStatus, WriteFailure
 
 # How long the start waits for the first list of Node and pods before it goes on with what it
 # knows.
@@ -240,6 +240,15 @@ class ClusterAccess:
             yield from (
                 status for status in config_map.statuses.values() if status.lists or status.errors
             )
+
+    @property
+    def write_failures(self) -> tuple[WriteFailure, ...]:
+        """The files in ``stateDirectory`` that could not be written at the last attempt."""
+        failures = (
+            self._remembered_file.failure,
+            self.rescue.write_failure if self.rescue else None,
+        )
+        return tuple(failure for failure in failures if failure is not None)
 
     async def load_client(self) -> None:
         """Import what `connect` needs, if anything needs the API server;

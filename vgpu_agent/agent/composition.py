@@ -343,6 +343,12 @@ class Agent:
             containers=self._usages.usage,
             controlled=self._controlled.uses,
             cdi=self._cdi.status,
+            write_failures=lambda: (
+                *self._cluster.write_failures,
+                *filter(None, [self._missing_devices.write_failure]),
+                *directory.write_failures,
+            ),
+            unreadable_regions=lambda: self._usages.unreadable,
             mps=lambda: self._mps.statuses,
         )
         self.web = LateWeb(self._report.status, settings, self._cluster.may_get)

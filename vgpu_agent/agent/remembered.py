@@ -7,10 +7,15 @@ agent waits for the API server instead. Used by `api_server` and `named_configur
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from vgpu_agent.agent.state_file import StateFile
 from vgpu_agent.nodes import Node
+
+if TYPE_CHECKING:
+    from vgpu_agent.status import WriteFailure
 
 
 class Remembered(msgspec.Struct, frozen=True, rename="camel"):
@@ -71,6 +76,11 @@ class RememberedFile:
         """
         found = await self._file.read()
         return found if found is not None and found.node == node else None
+
+    @property
+    def failure(self) -> WriteFailure | None:
+        """The reason why the last facts could not be written; None while the file has them."""
+        return self._file.failure
 
     async def write(self, facts: Remembered) -> None:
         """Write ``facts`` if they differ from the content of the file."""

@@ -33,7 +33,7 @@ from vgpu_agent.status import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from vgpu_agent.agent.api_server import ClusterAccess
     from vgpu_agent.agent.lag import LoopLag
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import ContainerUsage, ControlledUse, Resource
     from vgpu_agent.runtime.grants import GrantDirectory
     from vgpu_agent.runtime.region_guard import RegionGuard
-    from vgpu_agent.status import KubeletStatus, MpsStatus, PluginStatus
+    from vgpu_agent.status import KubeletStatus, MpsStatus, PluginStatus, WriteFailure
 
 _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
 
@@ -82,6 +82,8 @@ class Report:
     )
     mps: Callable[[], tuple[MpsStatus, ...]] = tuple
     cdi: Callable[[], CdiStatus] = CdiStatus
+    write_failures: Callable[[], tuple[WriteFailure, ...]] = tuple
+    unreadable_regions: Callable[[], Mapping[str, str]] = dict
     # the reason why nothing is offered yet; empty once everything has been started
     starting: str = "the agent is starting"
 
@@ -114,6 +116,8 @@ class Report:
             cluster=self.cluster.status(),
             mps=self.mps(),
             cdi=self.cdi(),
+            write_failures=self.write_failures(),
+            unreadable_regions=self.unreadable_regions(),
             tasks=tasks,
             events=tuple(self.journal.entries),
             loop_lag_seconds=self.lag.percentile_99_seconds,

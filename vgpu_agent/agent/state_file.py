@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from vgpu_agent import log
+from vgpu_agent.status import WriteFailure
 
 _logger = log.get(__name__)
 
@@ -43,16 +44,15 @@ class StateFile(Generic[Facts]):
             name: the name of the file in it.
             facts: the type that is encoded.
             when_unreadable: the consequence of a damaged file, for the log.
-            when_not_written: what is lost until the file can be written, for the log.
+            when_not_written: what is lost until the file can be written.
         """
         self._path = Path(directory) / name
         self._type = facts
         self._when_unreadable = when_unreadable
-        self._remedy = (
-            "make stateDirectory a directory with room in which the agent can write; until then "
-            f"{when_not_written}"
-        )
+        self._when_not_written = when_not_written
         self._written: Facts | None = None
+        # why the last facts could not be written; None while the file has them
+        self.failure: WriteFailure | None = None
         self._changes = log.ChangeFilter()
 
     async def read(self) -> Facts | None:
@@ -79,18 +79,35 @@ class StateFile(Generic[Facts]):
         once, and the next call tries again.
         """
         if facts == self._written:
+            self._recovered()
             return True
         try:
             await asyncio.to_thread(self._replace, msgspec.json.encode(facts))
         except OSError as err:
+            self.failure = WriteFailure(
+                str(self._path.parent),
+                self._path.name,
+                err.strerror or str(err),
+                self._when_not_written,
+            )
             if self._changes.is_new("write"):
                 _logger.warning(
-                    "state.not_written", path=str(self._path), error=str(err), remedy=self._remedy
+                    "state.not_written",
+                    path=str(self._path),
+                    error=str(err),
+                    remedy=(
+                        "make stateDirectory a directory with room in which the agent can write; "
+                        f"until then {self._when_not_written}"
+                    ),
                 )
             return False
-        self._changes.over("write")
+        self._recovered()
         self._written = facts
         return True
+
+    def _recovered(self) -> None:
+        self._changes.over("write")
+        self.failure = None
 
     def _replace(self, content: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

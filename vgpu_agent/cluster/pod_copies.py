@@ -75,8 +75,10 @@ class PodCopies:
     """The file: a checksum in the first line, JSON behind it, replaced as a whole."""
 
     def __init__(self, directory: str) -> None:
-        """Choose the file in ``directory`` (``stateDirectory``), which `write` makes if missing."""
-        self._path = Path(directory) / _NAME
+        """Choose the file in ``directory`` (``stateDirectory``), which `write` makes if missing.
+        `path` is the file's.
+        """
+        self.path = Path(directory) / _NAME
 
     async def read(self) -> State:
         """Read what was written last; empty where there is no file, or a damaged one, which is
@@ -94,7 +96,7 @@ class PodCopies:
 
     def _read(self) -> State:
         try:
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 checksum, _, content = file.read(_LONGEST_BYTES).partition(b"\n")
             if checksum.decode() != _checksum(content):
                 return self._damaged("its checksum does not fit")
@@ -105,29 +107,29 @@ class PodCopies:
             return self._damaged(str(err))
 
     def _damaged(self, why: str) -> State:
-        aside = self._path.with_suffix(".damaged")
+        aside = self.path.with_suffix(".damaged")
         try:
-            os.replace(self._path, aside)
+            os.replace(self.path, aside)
         except OSError as err:
             why = f"{why}; it could not be moved to {aside}: {err}"
         _logger.error(
             "rescue.copies_unreadable",
-            path=str(self._path),
+            path=str(self.path),
             error=why,
             remedy=f"if pods are missing, create them from what is left in {aside}",
         )
         return State()
 
     def _write(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".new")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".new")
         # Pods' variables may hold secrets.
         with open(unfinished, "wb", opener=_private) as file:
             file.write(_checksum(content).encode() + b"\n" + content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        os.replace(unfinished, self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:

@@ -18,6 +18,7 @@ Built and run by `agent`.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ from vgpu_agent.cluster.retrying import Backoff, FailureLog
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import Pod
+from vgpu_agent.status import WriteFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -147,6 +149,8 @@ class Rescue:
         self._seen = (-1, -1)
         self._list_backoff, self._list_due = Backoff(), 0.0
         self._beat: Callable[[], None] = lambda: None
+        # why the copies could not be written at the last attempt; None once they were
+        self.write_failure: WriteFailure | None = None
         self.counts = {"evicted": 0, "recreated": 0, "left_alone": 0}
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -331,7 +335,7 @@ class Rescue:
             self._report_not_stored(err)
             case.due = _now() + PAUSE_SECONDS
             return PAUSE_SECONDS
-        self._failure_log.recovered("copies")
+        self._stored()
         try:
             await self._api.delete(pod_path(copy.namespace, copy.name), uid=copy.uid)
         except ClusterError as err:
@@ -433,6 +437,8 @@ class Rescue:
             await self._copies.write(self._state)
         except OSError as err:
             self._report_not_stored(err)
+        else:
+            self._stored()
 
     async def _forget(self, copy: Copy) -> None:
         """Drop the copy. Where that cannot be written, the next start finds the pod under another
@@ -495,7 +501,15 @@ class Rescue:
             error=str(err),
         )
 
+    def _stored(self) -> None:
+        self._failure_log.recovered("copies")
+        self.write_failure = None
+
     def _report_not_stored(self, err: OSError) -> None:
+        directory, name = os.path.split(self._copies.path)
+        self.write_failure = WriteFailure(
+            directory, name, err.strerror or str(err), "no pod is deleted to be created again"
+        )
         self._failure_log.record(
             "copies",
             "rescue.not_stored",

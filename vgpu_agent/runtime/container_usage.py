@@ -75,6 +75,8 @@ class ContainerUsages:
             proc_root: where the host's processes are seen, if they are.
         """
         self.usage: Latest[tuple[ContainerUsage, ...]] = Latest(())
+        # namespace/pod/container → why its region cannot be read, as of the last look
+        self.unreadable: Mapping[str, str] = {}
         self._pod_cache = pod_cache
         self._directories = tuple(dict.fromkeys(directories))
         self._journal = journal
@@ -136,6 +138,10 @@ class ContainerUsages:
         Only its first reason is logged: the container
         can change its region, and so the reason, as often as it likes.
         """
+        self.unreadable = {
+            f"{names[name][0].full_name}/{names[name][1]}": reason
+            for name, reason in sorted(troubles.items())
+        }
         for name, reason in troubles.items():
             if self._changes.is_new(name):
                 pod, container = names[name]

@@ -32,9 +32,10 @@ from vgpu_agent.log import ChangeFilter
 from vgpu_agent.runtime import host_files, region_slots, removal
 from vgpu_agent.runtime.mounts import MountTables, Use
 from vgpu_agent.runtime.own_thread import NotReturnedError, OwnThread
+from vgpu_agent.status import WriteFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord, InlinedEdits
     from vgpu_agent.isolation.edits import Provision
@@ -51,6 +52,12 @@ _SLICE_SECONDS = 0.25  # spent on removing one tree, before the next one
 _ROUND_SECONDS = 5.0  # spent on removing trees in one call, so that the agent's loop can go on
 _DEADLINE_SECONDS = 30.0  # for one job in the own thread; then the disk counts as hung
 _RETRY_SECONDS = 600.0  # between two attempts to remove the same tree
+# the reasons for which a file system takes no file at all
+_OF_THE_FILE_SYSTEM = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+)
+_TRIAL_NAME = f"{host_files.TEMPORARY_PREFIX}trial{host_files.TEMPORARY_SUFFIX}"
+_TRIAL_BYTES = 4096  # as much as the spec of a grant
 # unfinished files of earlier versions, which gave them random names
 _OLD_TEMPORARY_PREFIXES = (".remembered.json.", ".layout-")
 
@@ -120,6 +127,7 @@ class GrantDirectory:
         # them
         self._unowned: set[str] = set()
         self._failures: dict[str, ChangeFilter] = {}  # by event
+        self._write_failures: dict[str, WriteFailure] = {}  # by directory
         self._other_directories = tuple(other_directories)
         self._make_room = make_room
         self._on_file_made = on_file_made
@@ -147,6 +155,11 @@ class GrantDirectory:
     def left_over(self) -> Mapping[str, str]:
         """Directories of ended containers that cannot be removed, and why."""
         return self._stuck
+
+    @property
+    def write_failures(self) -> Sequence[WriteFailure]:
+        """The directories in which the files of a start could not be written, until they can."""
+        return tuple(self._write_failures.values())
 
     async def load(self) -> None:
         """Read the files of the agent's last run. Other programs' files are left alone.
@@ -211,6 +224,8 @@ class GrantDirectory:
             still: tells whether a grant is still held; called just before it is delivered, because
                 those before it take time.
         """
+        if self._write_failures:
+            await asyncio.to_thread(self._retry_failed)
         wanted = {record.token: (record, provision) for record, provision in provisions}
         restored, failed = 0, {}
         for token in await self.missing(wanted):
@@ -471,7 +486,7 @@ class GrantDirectory:
                 return False
             self._make(provision)
             if not host_files.has(path, content):
-                host_files.replace_file(path, content)
+                self._write(path, content, self._directory)
             with self._changing:
                 self._records = {**self._records, record.token: record}
                 if before is not None and before.collected:
@@ -484,15 +499,56 @@ class GrantDirectory:
     def _make(self, provision: Provision) -> None:
         for path in provision.removed:
             host_files.remove_file(region_slots.resolve_slot(provision.collected), path)
-        try:
-            host_files.make(self._placed(provision), self._mounts)
-        except HostFileError as err:
-            if not isinstance(err.__cause__, OSError) or err.__cause__.errno != errno.ENOSPC:
-                raise
-            self._make_room()
-            host_files.make(self._placed(provision), self._mounts)
+        with self._noting(os.path.dirname(provision.collected), "the files of containers"):
+            try:
+                host_files.make(self._placed(provision), self._mounts)
+            except HostFileError as err:
+                if not isinstance(err.__cause__, OSError) or err.__cause__.errno != errno.ENOSPC:
+                    raise
+                self._make_room()
+                host_files.make(self._placed(provision), self._mounts)
         for file in provision.files:
             self._on_file_made(file.path)
+
+    def _write(self, path: str, content: bytes, directory: str) -> None:
+        with self._noting(directory, "the records of containers"):
+            host_files.replace_file(path, content)
+
+    @contextlib.contextmanager
+    def _noting(self, directory: str, files: str) -> Iterator[None]:
+        """Remember for `write_failures` that the file system of ``directory`` takes no file."""
+        try:
+            yield
+        except HostFileError as err:
+            cause = err.__cause__
+            if directory and isinstance(cause, OSError) and cause.errno in _OF_THE_FILE_SYSTEM:
+                failure = WriteFailure(
+                    directory, files, cause.strerror or str(cause), "no new container starts"
+                )
+                with self._changing:
+                    self._write_failures = {**self._write_failures, directory: failure}
+            raise
+        self._forget_failure(directory)
+
+    def _forget_failure(self, directory: str) -> None:
+        if directory in self._write_failures:
+            with self._changing:
+                self._write_failures = {
+                    failed: failure
+                    for failed, failure in self._write_failures.items()
+                    if failed != directory
+                }
+
+    def _retry_failed(self) -> None:
+        """Try the directories of `write_failures` again, since there may be no further start."""
+        for directory in tuple(self._write_failures):
+            path = os.path.join(directory, _TRIAL_NAME)
+            try:
+                host_files.replace_file(path, bytes(_TRIAL_BYTES))
+                os.unlink(path)
+            except (HostFileError, OSError):
+                continue
+            self._forget_failure(directory)
 
     def _placed(self, provision: Provision) -> Provision:
         """Return the provision for a slot if the container's directory gets one,
@@ -513,8 +569,10 @@ class GrantDirectory:
             self._make(provision)
             with self._changing:
                 self._prepared = {**self._prepared, record.token: record}
-            host_files.replace_file(
-                self._path(record.token, self._kept), grant_spec.spec_text(record, Edits())
+            self._write(
+                self._path(record.token, self._kept),
+                grant_spec.spec_text(record, Edits()),
+                os.path.dirname(self._kept),
             )
 
     def _collect(self, record: GrantRecord) -> str | None:

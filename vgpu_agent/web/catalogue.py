@@ -45,6 +45,13 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.one(lambda moment: not moment.status.not_ready),
     ),
     Metric(
+        "vgpu_agent_problems",
+        _G,
+        ("kind",),
+        "Known problems of the node by the part that has them; /readyz and the status name them.",
+        readings.problems_by_kind,
+    ),
+    Metric(
         "vgpu_agent_config_reload_failed",
         _G,
         (),

@@ -228,7 +228,11 @@ def _waiting(gpu: GpuView) -> str:
 
 def _held_back_rows(overview: Overview) -> list[tuple[str, ...]]:
     return [
-        (resource.resource, f"{each.ids} of {resource.ids}", _one_line(each.reason))
+        (
+            resource.resource,
+            f"{each.ids} of {resource.ids}",
+            _unless_problem(overview, each.reason),
+        )
         for resource in overview.resources
         for each in resource.held_back
     ]
@@ -322,10 +326,17 @@ def _family_rows(overview: Overview) -> list[tuple[str, ...]]:
                 family.family,
                 _state_of(family),
                 bound,
-                _one_line(family.trouble or why) or "-",
+                _unless_problem(overview, family.trouble) or _one_line(why) or "-",
             )
         )
     return rows
+
+
+def _unless_problem(overview: Overview, text: str) -> str:
+    """Return ``text``, or a reference to the table of problems if that has it already."""
+    if any(problem.reason in text for problem in overview.problems):
+        return "see Problems"
+    return _one_line(text)
 
 
 def _state_of(family: FamilyView) -> str:

@@ -6,7 +6,8 @@ driver makes the agent not ready, but a restart would not help. So only a stuck 
 alive. A stuck event loop gives no answer at all, which the kubelet counts as a failure too.
 
 `agent` decides both (`AgentStatus.not_alive` and `not_ready`). This module writes the answers:
-plain text, one line for each reason.
+plain text, one line for each reason. ``/readyz`` also lists the node's other problems, which do not
+make it fail.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent.concurrency import TaskState
 from vgpu_agent.status import NvmlState
+from vgpu_agent.web import problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +56,7 @@ class Check(NamedTuple):
 
 def live(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
     """Answer ``/livez``, which fails only when a task of the agent is stuck."""
-    return _verdict("alive", status.not_alive, _loop_checks(status, now), verbose=verbose)
+    return _verdict("alive", status.not_alive, (), _loop_checks(status, now), verbose=verbose)
 
 
 def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
@@ -62,18 +64,27 @@ def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
     nothing is offered, or a resource is withheld or not registered with an open stream.
     """
     checks = (*_node_checks(status), *_api_checks(status, now), *_loop_checks(status, now))
-    return _verdict("ready", status.not_ready, checks, verbose=verbose)
+    reasons = problems.merged(status.not_ready)
+    others = tuple(each for each in problems.known(status, now) if each not in reasons)
+    return _verdict("ready", reasons, others, checks, verbose=verbose)
 
 
 def _verdict(
-    word: str, problems: tuple[Problem, ...], checks: tuple[Check, ...], *, verbose: bool
+    word: str,
+    reasons: tuple[Problem, ...],
+    others: tuple[Problem, ...],
+    checks: tuple[Check, ...],
+    *,
+    verbose: bool,
 ) -> Verdict:
-    # "-" marks a reason why the probe fails. The checks, good ("+") or not ("~"), decide nothing.
-    lines = [("-", problem.part, problem.reason) for problem in problems]
+    # "-" marks a reason why the probe fails. Other problems ("~") and the checks, good ("+") or not
+    # ("~"), decide nothing.
+    lines = [("-", problem.part, problem.reason) for problem in reasons]
+    lines += [("~", problem.part, problem.reason) for problem in others]
     if verbose:
         lines += [("+" if check.ok else "~", check.part, check.state) for check in checks]
     printed = ((f"[{mark}] {_one_line(part)}", _one_line(state)) for mark, part, state in lines)
-    return Verdict(not problems, (*printed, (f"not {word}" if problems else word, "")))
+    return Verdict(not reasons, (*printed, (f"not {word}" if reasons else word, "")))
 
 
 def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
@@ -93,8 +104,7 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
         )
         for plugin in status.plugins
     )
-    refused = "; ".join(status.config_problems)
-    config = f"the newest configuration is not in force: {refused}" if refused else "in force"
+    config = "the newest configuration is not in force" if status.config_problems else "in force"
     return (
         # a Tegra GPU is used without NVML
         Check("nvml", nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}, state),

@@ -7,18 +7,25 @@ come first, then problems that stop nothing yet.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.status import Problem, ProblemKind
+from vgpu_agent.status import MpsState, Problem, ProblemKind
 from vgpu_agent.web import health, mig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from vgpu_agent.model import Inventory
-    from vgpu_agent.status import AgentStatus, ClusterStatus, LedgerStatus
+    from vgpu_agent.status import (
+        AgentStatus,
+        CdiSpecStatus,
+        ClusterStatus,
+        LedgerStatus,
+        WriteFailure,
+    )
 
 _SHOWN_IDS = 5
 # a shorter wait of a write is normal, e.g. while the API server restarts
@@ -33,10 +40,11 @@ class ProblemView(msgspec.Struct, frozen=True):
     kind: str = ""
     subject: str = ""
     remedy: str = ""
+    also: tuple[str, ...] = ()
 
 
 def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
-    """Return every problem of the node, each once, the worst first."""
+    """Return every problem of the node, each cause once, the worst first."""
     found = [
         *status.not_alive,
         *status.not_ready,
@@ -47,8 +55,31 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
         *_ledger(status.ledger),
         *_vanished(status),
         *_left_over(status),
+        *_limits(status),
     ]
-    return tuple(dict.fromkeys(found))
+    # A part that fails often keeps a resource from being offered, and is in its reason already.
+    reasons = {problem.reason for problem in found}
+    found += [problem for problem in _mps(status) if problem.reason not in reasons]
+    said = " ".join(reasons)
+    found += [problem for problem, error in _cdi(status) if error not in said]
+    found += [
+        problem
+        for problem, failure in _files(status)
+        if not (f"{failure.directory}/" in said and failure.error in said)
+    ]
+    return merged(found)
+
+
+def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Join problems of one kind that differ in the subject only, in the order of the first ones."""
+    subjects: dict[tuple[ProblemKind, str, str], dict[str, None]] = {}
+    for problem in problems:
+        key = problem.kind, problem.text, problem.remedy
+        subjects.setdefault(key, {}).update(dict.fromkeys((problem.subject, *problem.also)))
+    return tuple(
+        Problem(kind, first, text, remedy, tuple(others))
+        for (kind, text, remedy), (first, *others) in subjects.items()
+    )
 
 
 def _gpus(inventory: Inventory, now: float) -> Iterator[Problem]:
@@ -149,6 +180,54 @@ def _left_over(status: AgentStatus) -> Iterator[Problem]:
         remedy = "an ended container has left it, remove it by hand"
         yield Problem(
             ProblemKind.FILES, "", f"{paths[0]}{more}: {status.binding.left_over[paths[0]]}", remedy
+        )
+
+
+def _mps(status: AgentStatus) -> Iterator[Problem]:
+    """Yield each MPS control daemon that failed, also one that has only to be ended."""
+    for daemon in status.mps:
+        if daemon.state is MpsState.FAILED:
+            yield Problem(ProblemKind.MPS, daemon.resource, daemon.trouble)
+
+
+def _cdi(status: AgentStatus) -> Iterator[tuple[Problem, str]]:
+    """Yield each error of CDI specs, once for all specs of a directory; and the error itself."""
+    errors: dict[str, CdiSpecStatus] = {}
+    for spec in status.cdi.specs:
+        if spec.error:
+            errors.setdefault(spec.error.replace(spec.path, os.path.dirname(spec.path)), spec)
+    for text, spec in errors.items():
+        yield Problem(ProblemKind.CDI, "", text), spec.error
+
+
+def _files(status: AgentStatus) -> Iterator[tuple[Problem, WriteFailure]]:
+    """Yield the files that cannot be written, once for a directory and reason."""
+    by_cause: dict[tuple[str, str], list[WriteFailure]] = {}
+    for failure in status.write_failures:
+        by_cause.setdefault((failure.directory, failure.error), []).append(failure)
+    for (directory, error), failures in by_cause.items():
+        files = ", ".join(failure.files for failure in failures)
+        meanwhile = ", and ".join(dict.fromkeys(failure.meanwhile for failure in failures))
+        problem = Problem(
+            ProblemKind.FILES,
+            "",
+            f"cannot write {files} in {directory}: {error}",
+            f"make it a directory with room in which the agent can write; until then {meanwhile}",
+        )
+        yield problem, failures[0]
+
+
+def _limits(status: AgentStatus) -> Iterator[Problem]:
+    """Yield containers whose region is unreadable, such as that of a library of unknown layout."""
+    if regions := status.unreadable_regions:
+        container, reason = next(iter(regions.items()))
+        more = f" and {len(regions) - 1} more containers" if len(regions) > 1 else ""
+        yield Problem(
+            ProblemKind.LIMITS,
+            "",
+            f"the region of {container}{more} cannot be read, so nothing shows that its limits are "
+            f"in force: {reason}",
+            "compare the library in the container with the one that the agent has installed",
         )
 
 

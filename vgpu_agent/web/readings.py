@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.status import NvmlState
-from vgpu_agent.web import binding, mig, views
+from vgpu_agent.status import NvmlState, ProblemKind
+from vgpu_agent.web import binding, mig, problems, views
 from vgpu_agent.web.limits import Limits
 
 if TYPE_CHECKING:
@@ -78,6 +78,14 @@ def each_task(value: Callable[[TaskReport, float], float]) -> Callable[[Moment],
 def build_info(moment: Moment) -> Iterator[Row]:
     """The running build."""
     yield (moment.status.version, moment.status.commit, platform.python_version()), 1
+
+
+def problems_by_kind(moment: Moment) -> Iterator[Row]:
+    """Count the problems of each kind, also of kinds without any."""
+    found = collections.Counter(
+        problem.kind for problem in problems.known(moment.status, moment.now)
+    )
+    return (((kind.value,), found[kind]) for kind in ProblemKind)
 
 
 def driver_info(moment: Moment) -> Iterator[Row]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
+    from vgpu_agent.status import WriteFailure
 
 # One start of a container changes the ledger several times, so the changes of this time are handled
 # together.
@@ -77,6 +78,11 @@ class InstanceFile:
             for instance in instances
         }
 
+    @property
+    def failure(self) -> WriteFailure | None:
+        """The reason why the instances could not be written; None while the file has them."""
+        return self._file.failure
+
     async def write(self, instances: Mapping[str, Device]) -> None:
         """Write ``instances``, unless the file has exactly these."""
         if instances.keys() == self._written:
@@ -109,6 +115,11 @@ class MissingDevices:
         self._inventory = inventory
         self._journal = journal
         self._reported = log.ChangeFilter()  # by (number of the grant, device)
+
+    @property
+    def write_failure(self) -> WriteFailure | None:
+        """The reason why the MIG instances could not be written; None while they are."""
+        return self._file.failure
 
     async def load_instances(self) -> None:
         """Read the MIG instances from the file into the ledger. Call this before anything is
