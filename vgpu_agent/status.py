@@ -208,6 +208,7 @@ class MpsStatus(msgspec.Struct):
         clients: the process ids of its clients at the last query.
         clients_lost: how many clients ended together with a failed daemon since the agent started.
         in_use_by_others: GPUs in use by another resource now and therefore not in exclusive mode.
+        not_given_back: why a GPU that the daemon had may still be exclusive; empty when none is.
     """
 
     resource: str
@@ -222,6 +223,7 @@ class MpsStatus(msgspec.Struct):
     restarts: int = 0
     clients_lost: int = 0
     in_use_by_others: tuple[str, ...] = ()
+    not_given_back: str = ""
 
 
 class FamilyStatus(msgspec.Struct):

@@ -198,6 +198,7 @@ def test_show_lists_each_value_and_where_it_came_from(
         ["log.level", "debug", "config.yaml:3"],
         ["gpu.driverRoot", "/sim", "derived from simulate"],
         ["gpu.procRoot", "/sim/proc", "derived from simulate"],
+        ["mps.root", "/sim/mps", "derived from simulate"],
     ]
     assert len({line.rindex("default") for line in lines if line.endswith("default")}) == 1
 

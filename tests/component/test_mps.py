@@ -32,16 +32,14 @@ class Mps:
             constants.MPS_BACKOFF_MAX: 0.5,
         }
         self.tools = MpsTools.install(stage.folder / "tools", stage.node.directory)
-        self.root = stage.folder / "mps"
+        self.root = stage.node.directory / "mps"
         stage.constants |= {
-            constants.MPS_CONTAINER_ROOT: str(self.root),
             constants.MPS_CONTROL_BINARY: str(self.tools.control),
             constants.MPS_SMI_BINARY: str(self.tools.smi),
         }
         self.pipe = self.root / GPU / "pipe"
         self.config = f"""{QUICK}
 mps:
-  root: /run/nvidia/mps
   shmSizeMib: 1
 """
 
@@ -95,8 +93,8 @@ async def test_pods_share_a_gpu_through_a_daemon_that_outlives_the_agent(mps: Mp
     }
     mounts = {(mount.container_path, mount.host_path) for mount in answer.mounts}
     assert mounts == {
-        (str(mps.pipe), f"/run/nvidia/mps/{GPU}/pipe"),
-        ("/dev/shm", "/run/nvidia/mps/shm"),
+        (str(mps.pipe), str(mps.pipe)),
+        ("/dev/shm", f"{mps.root}/shm"),
     }
     await agent.until("/debug/ledger", _is_proven)
     first = daemon_pid(mps.pipe)
@@ -185,3 +183,33 @@ async def test_a_virtual_gpu_of_aws_is_told_as_before(mps: Mps) -> None:
     assert not pod.answers["main"].mounts
     await stage.kubelet.restart()
     await stage.allocatable(20, resource=VGPU)
+
+
+async def test_sharing_that_is_switched_off_while_no_agent_runs(mps: Mps) -> None:
+    """The next agent takes the plan of a killed one back: daemon, compute modes, directory."""
+    agent = await mps.stage.ready_agent(mps.shared)
+    assert mps.compute_modes == [3, 3]
+    await agent.kill()
+    assert daemon_pid(mps.pipe) is not None
+    plan = mps.pipe.parent / ".plan.json"
+    assert await asyncio.to_thread(plan.is_file)
+    agent = await mps.stage.ready_agent(mps.config)
+    await agent.until_logged("mps.daemon_recalled")
+    await agent.until_logged("mps.daemon_stopped")
+    assert daemon_pid(mps.pipe) is None
+    assert mps.compute_modes == [0, 0]
+    assert not await asyncio.to_thread(mps.pipe.parent.exists)
+
+
+async def test_a_simulated_daemon_of_aws_stays_in_the_simulation(mps: Mps) -> None:
+    """On a node, its pipe is in /tmp/nvidia-mps, which may be that of a daemon of this machine."""
+    stage = mps.stage
+    config = mps.config + "families: {nvidia: false, aws: true}\naws: {mps: supervised}\n"
+    agent = stage.agent(config)
+    await agent.start()
+    await stage.allocatable(20, resource=VGPU)
+    pod = await stage.admit("train", 1, VGPU)
+    pipe = f"{mps.root}/{VGPU}/pipe"
+    assert dict(pod.answers["main"].envs)["CUDA_MPS_PIPE_DIRECTORY"] == pipe
+    assert daemon_pid(pipe) is not None
+    end_daemon(pipe)

@@ -261,16 +261,19 @@ def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
         loaded.settings.gpu.driver_root,
         loaded.settings.sysfs_root,
         loaded.settings.gpu.proc_root,
+        loaded.settings.mps.root,
     ) == (
         "/sim",
         "/sim/sys",
         "/sim/proc",
+        "/sim/mps",
     )
     assert [
         path for path, origin in loaded.origins.items() if origin == "derived from simulate"
     ] == [
         "gpu.driverRoot",
         "gpu.procRoot",
+        "mps.root",
     ]
 
 

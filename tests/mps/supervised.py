@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.simulated import simulated_node
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.mps import Mps
-from vgpu_agent.isolation.mps import DaemonPlan, DeviceLimit
+from vgpu_agent.isolation.mps import DaemonPlan, DeviceLimit, MpsView
 from vgpu_agent.journal import Journal
 from vgpu_agent.mps.supervision import Supervision
 from vgpu_agent.sim.mps_tools import MpsTools, end_daemon
@@ -59,7 +59,6 @@ class Node:
         self.pods: tuple[str, ...] = ()
         self.changes = 0
         self.journal = Journal()
-        constants.use(monkeypatch, {constants.MPS_CONTAINER_ROOT: str(self.root)})
         self.use_programs()
 
     def use_programs(self, *, control: str = "", smi: str = "") -> None:
@@ -101,6 +100,7 @@ class Node:
                 holders=lambda _: self.pods,
                 changed=self._changed,
                 gpus=lambda: self.gpus.uuids,
+                view=MpsView(str(self.root), simulated=True),
                 share_memory=_no_memory,
             )
             yield supervision

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from vgpu_agent.errors import MpsError
-from vgpu_agent.isolation.mps import DaemonPlan
+from vgpu_agent.isolation.mps import DaemonPlan, MpsOptions
 from vgpu_agent.mps import directories
 
 
@@ -192,3 +192,34 @@ def test_the_kernels_refusal_to_mount_is_an_error_with_its_number(tmp_path: Path
     """
     with pytest.raises(OSError, match=r"No such file|not permitted"):
         directories.mount_tmpfs(str(tmp_path / "no"), "size=4k")
+
+
+@pytest.mark.parametrize(
+    ("simulated", "in_pod", "mounted", "directory", "host_memory"),
+    [
+        (False, True, True, "/mps", False),
+        (False, True, False, "/mps", False),  # fails there: no client would see another directory
+        (False, False, True, "/mps", False),
+        (False, False, False, "/run/nvidia/mps", True),
+        (True, True, True, "/run/nvidia/mps", False),
+    ],
+)
+def test_daemons_have_their_files_where_clients_mount_them(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    simulated: bool,
+    in_pod: bool,
+    mounted: bool,
+    directory: str,
+    host_memory: bool,
+) -> None:
+    """An agent that runs on the node itself has nothing mounted at /mps. Its daemons use the node's
+    /dev/shm, so clients mount that one.
+    """
+    monkeypatch.setattr(os.path, "ismount", lambda path: mounted and path == "/mps")
+    view = directories.view("/run/nvidia/mps", simulated=simulated, in_pod=in_pod)
+    assert (view.directory, view.has_host_memory) == (directory, host_memory)
+    options = MpsOptions("/run/nvidia/mps", view=view)
+    assert options.pipe("a/b") == f"{directory}/a/b/pipe"
+    assert options.host_pipe("a/b") == "/run/nvidia/mps/a/b/pipe"
+    assert options.host_shared_memory == ("/dev/shm" if host_memory else "/run/nvidia/mps/shm")

@@ -118,6 +118,9 @@ async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node
         with capture_logs() as lines:
             await supervision.recall()
             await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
+        supervision.want({})
+        (status,) = supervision.statuses  # a problem as long as this agent runs
+        assert "no-such-program" in status.not_given_back
     assert [line["log_level"] for line in lines if line["event"] == "mps.gpu_not_given_back"] == [
         "warning"
     ]

@@ -318,7 +318,7 @@ def test_a_problem_has_a_kind_and_a_subject_beside_the_words_for_people(node: Ag
 WATCH = "name synced failing last_event lists watches events errors unreadable last_error"
 DAEMON = (
     "resource state trouble adopted running limits_seen thread_percentage memory_limit_mib clients "
-    "restarts clients_lost in_use_by_others"
+    "restarts clients_lost in_use_by_others not_given_back"
 )
 
 

@@ -218,8 +218,8 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
         (
             {"unreadable_regions": {"ml/a/main": "it has 7 bytes", "ml/b/main": "it has 8 bytes"}},
             (
-                "  limits  the region of ml/a/main and 1 more containers cannot be read, so nothing "
-                "shows that its limits are in force: it has 7 bytes"
+                "  limits  the region of ml/a/main and 1 more containers cannot be read, so "
+                "nothing shows that its limits are in force: it has 7 bytes"
             ),
         ),
         (

@@ -62,6 +62,7 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.memory import freeze_objects, limit_heaps
+from vgpu_agent.mps import directories
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.control_usage import ControlledUses, UsageReading
 from vgpu_agent.runtime.grants import GrantDirectory
@@ -241,6 +242,11 @@ class Agent:
         )
         # a gate is asked before a resource is served, and may withhold it
         self._offering.gates.append(self._cdi.withheld)
+        mps_view = directories.view(
+            settings.mps.root,
+            simulated=bool(settings.simulate),
+            in_pod=_in_pod(),
+        )
         self._mps = MpsController(
             settings,
             ledger=self._ledger,
@@ -248,6 +254,7 @@ class Agent:
             inventory=lambda: self._watch.inventory.value,
             supervisor=self._supervisor,
             journal=self._journal,
+            view=mps_view,
         )
         self._families = FamiliesInForce(
             settings,
@@ -258,6 +265,7 @@ class Agent:
             inventory=lambda: self._watch.inventory.value,
             journal=self._journal,
             cdi=self._cdi,
+            mps_view=mps_view,
         )
         self._grants = GrantKeeping(
             directory=directory,
@@ -536,9 +544,10 @@ class Agent:
             # a node with real GPUs never loads the simulator
             from vgpu_agent.sim.preload import preload  # noqa: PLC0415
         except ModuleNotFoundError as err:
+            elsewhere = "" if _in_pod() else ", or run the agent from a checkout"
             raise SimulationError(
-                "--simulate: the image does not contain the simulator; leave the flag out, or "
-                "run the agent from a checkout"
+                f"--simulate: the image does not contain the simulator; leave the flag out"
+                f"{elsewhere}"
             ) from err
         _logger.warning(
             "agent.simulated",
@@ -624,6 +633,10 @@ class Agent:
         return concurrency.STUCK_SECONDS + max(
             gpu_watch.POLL_SECONDS, kubelet_directory.POLL_SECONDS
         )
+
+
+def _in_pod() -> bool:
+    return "KUBERNETES_SERVICE_HOST" in os.environ
 
 
 def _simulated_ctk() -> tuple[str, ...]:

@@ -258,8 +258,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Meta(
             description=(
                 "Directory of simulated GPUs (`vgpu-agent sim create`) to use instead of real "
-                "ones. The agent reads its sysfs, and takes driverRoot and procRoot from it unless "
-                "they are set. Empty: real GPUs."
+                "ones. The agent reads its sysfs, and takes driverRoot, procRoot and mps.root from "
+                "it unless they are set. Empty: real GPUs."
             )
         ),
     ] = ""

@@ -13,6 +13,7 @@ import msgspec
 
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.isolation.backend import NO_SERVICES, InstalledLibrary, LibraryServices
+from vgpu_agent.isolation.mps import IN_CONTAINER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.plugin_files import PluginFile
     from vgpu_agent.families.scheduling import SchedulingFamily, SchedulingOptions
     from vgpu_agent.isolation.backend import LibraryLimits
-    from vgpu_agent.isolation.mps import MpsOptions
+    from vgpu_agent.isolation.mps import MpsOptions, MpsView
     from vgpu_agent.model import ContainerUsage, ControlledUse, GpuUsage, Grant, Inventory
 
 
@@ -48,6 +49,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
         texts: file of a replaced plugin → those of its texts that count, see
             `plugin_files.texts_in_force`.
         unreadable: such a file that exists and cannot be read → why.
+        mps_view: where MPS control daemons have their files.
     """
 
     lists: ListOptions = msgspec.field(default_factory=ListOptions)
@@ -60,6 +62,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     given: frozenset[str] = frozenset()
     texts: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     unreadable: Mapping[str, str] = msgspec.field(default_factory=dict)
+    mps_view: MpsView = IN_CONTAINER
 
     def library(self, backend: str) -> InstalledLibrary:
         """The library of that backend; an empty one where no family uses it."""
@@ -295,7 +298,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
     parts: tuple[str, ...] = ()
     metrics: tuple[FamilyMetric, ...] = ()
     exporter: FamilyExporter | None = None
-    mps: Callable[[Settings], MpsOptions] | None = None
+    mps: Callable[[Settings, MpsView], MpsOptions] | None = None
     mig_tool: Callable[[Settings], MigTool] | None = None
     device_modes: Callable[[Settings], tuple[str, ...]] | None = None
     library: LibraryUse | None = None

@@ -52,6 +52,32 @@ MAX_CLIENTS_BEFORE_VOLTA = 16
 NOT_FOR_MIG = "sharing using MPS is not supported for MIG devices"
 
 
+class MpsView(msgspec.Struct, frozen=True):
+    """The place where the agent and its daemons see the files that they share with containers.
+
+    Attributes:
+        root: the directory; empty for `CONTAINER_ROOT`, where the agent's container has
+            ``mps.root`` mounted. An agent that runs on the node itself uses ``mps.root``.
+        simulated: the GPUs are simulated, so nothing outside ``root`` may be touched.
+    """
+
+    root: str = ""
+    simulated: bool = False
+
+    @property
+    def directory(self) -> str:
+        """The directory, with its default."""
+        return self.root or CONTAINER_ROOT
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Tell whether the shared memory of the daemons is that of the node itself."""
+        return bool(self.root) and not self.simulated
+
+
+IN_CONTAINER = MpsView()
+
+
 class MpsOptions(msgspec.Struct, frozen=True):
     """The directories that daemons and containers share, and where the limits are set.
 
@@ -63,13 +89,16 @@ class MpsOptions(msgspec.Struct, frozen=True):
         single: no container may ask for more than one replica, so the daemon's limit is always that
             of one replica.
         pipe_directory: the directory of the pipe, under the same path on the host and in
-            containers; empty for one below ``root`` and `CONTAINER_ROOT`.
+            containers; empty for one below ``root`` and ``view``.
+        view: where the daemons see ``root``. Containers see their daemon's pipe under the same
+            path.
     """
 
     root: str = "/run/nvidia/mps"
     per_container_limits: bool = False
     single: bool = False
     pipe_directory: str = ""
+    view: MpsView = IN_CONTAINER
 
     @property
     def limits_in_containers(self) -> bool:
@@ -80,11 +109,11 @@ class MpsOptions(msgspec.Struct, frozen=True):
 
     def directory(self, resource: str) -> str:
         """Return the directory with the files of that resource's daemon, as the daemon sees it."""
-        return f"{CONTAINER_ROOT}/{resource}"
+        return f"{self.view.directory}/{resource}"
 
     def pipe(self, resource: str) -> str:
         """The directory of the daemon's control pipe, as daemon and containers see it."""
-        return self.pipe_directory or f"{CONTAINER_ROOT}/{resource}/pipe"
+        return self.pipe_directory or f"{self.directory(resource)}/pipe"
 
     def host_pipe(self, resource: str) -> str:
         """The directory of the daemon's control pipe, as the host sees it."""
@@ -93,7 +122,7 @@ class MpsOptions(msgspec.Struct, frozen=True):
     @property
     def host_shared_memory(self) -> str:
         """The host's path of what containers see as `SHARED_MEMORY`."""
-        return f"{self.root}/shm"
+        return SHARED_MEMORY if self.view.has_host_memory else f"{self.root}/shm"
 
 
 class DeviceLimit(msgspec.Struct, frozen=True):

@@ -180,6 +180,7 @@ class Daemon:
             await self._modes.release(limit.uuid for limit in plan.devices if limit.uuid in here)
         except MpsError as err:
             _logger.warning("mps.gpu_not_given_back", resource=plan.resource, error=str(err))
+            self.status.not_given_back = str(err)
         else:
             await asyncio.to_thread(directories.forget, plan)
         if not self._dependencies.holders(plan.resource):
@@ -317,6 +318,7 @@ class Daemon:
         trouble = await self._modes.apply(
             [uuid for uuid in known if uuid in wanted], self._in_use_by_others, known
         )
+        self.status.not_given_back = trouble
         if not trouble:
             self._changes.over("modes")
         elif self._changes.is_new("modes", trouble):

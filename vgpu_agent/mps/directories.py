@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import MpsError
-from vgpu_agent.isolation.mps import CONTAINER_ROOT, DaemonPlan
+from vgpu_agent.isolation.mps import CONTAINER_ROOT, IN_CONTAINER, DaemonPlan, MpsView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +46,19 @@ _PIPE_FILES = (
 )
 _LARGEST_PLAN = 1 << 20  # bytes
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8  # mount(2)
+
+
+def view(root: str, *, simulated: bool, in_pod: bool) -> MpsView:
+    """Find out where this process sees ``root`` (``mps.root``). Blocks.
+
+    A pod has it mounted at `CONTAINER_ROOT`, and must not make a directory of that name in its own
+    file system where it has not: no client would see it.
+    """
+    if simulated:
+        return MpsView(root, simulated=True)
+    if in_pod or os.path.ismount(CONTAINER_ROOT):
+        return IN_CONTAINER
+    return MpsView(root)
 
 
 def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:

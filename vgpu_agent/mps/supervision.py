@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.errors import MpsError
-from vgpu_agent.isolation import mps
+from vgpu_agent.isolation.mps import IN_CONTAINER
 from vgpu_agent.mps import directories
 from vgpu_agent.mps.compute_mode import ModeOwners
 from vgpu_agent.mps.daemon import Daemon
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.mps import Mps
-    from vgpu_agent.isolation.mps import DaemonPlan
+    from vgpu_agent.isolation.mps import DaemonPlan, MpsView
     from vgpu_agent.journal import Journal
     from vgpu_agent.status import MpsStatus
 
@@ -45,6 +45,7 @@ class Supervision:
         holders: lists the pods with a share through a resource, ``namespace/pod`` each.
         changed: called when `withheld` may have another answer.
         gpus: the UUIDs of the node's GPUs.
+        view: where the daemons have their files.
         sysfs_root: the directory with the state of SELinux.
         proc_root: the directory with the node's ``meminfo``.
         share_memory: mounts the shared memory; replaced where the process must not mount.
@@ -59,6 +60,7 @@ class Supervision:
         holders: Callable[[str], tuple[str, ...]],
         changed: Callable[[], None],
         gpus: Callable[[], Collection[str]],
+        view: MpsView = IN_CONTAINER,
         sysfs_root: str = "/sys",
         proc_root: str = "/proc",
         share_memory: Callable[..., None] = directories.share_memory,
@@ -66,6 +68,7 @@ class Supervision:
         self._settings, self._supervisor, self._journal = settings, supervisor, journal
         self.holders, self.gpus = holders, gpus
         self._changed = changed
+        self._view = view
         self._sysfs_root, self._proc_root, self._share_memory = sysfs_root, proc_root, share_memory
         self._daemons: dict[str, Daemon] = {}
         self._preparing = asyncio.Lock()
@@ -84,7 +87,9 @@ class Supervision:
         """
         for resource, daemon in list(self._daemons.items()):
             if daemon.status.state is MpsState.STOPPED:
-                del self._daemons[resource]
+                # otherwise it stays, as the record of a problem
+                if resource in wanted or not daemon.status.not_given_back:
+                    del self._daemons[resource]
             elif resource not in wanted:
                 daemon.want(None)
         for resource, (plan, in_use_by_others) in wanted.items():
@@ -97,7 +102,7 @@ class Supervision:
         """End daemons of a previous agent that are not desired any more. The previous agent may
         have been killed, and sharing switched off before this start.
         """
-        for plan in await asyncio.to_thread(directories.remembered, mps.CONTAINER_ROOT):
+        for plan in await asyncio.to_thread(directories.remembered, self._view.directory):
             if plan.resource not in self._daemons:
                 _logger.info(
                     "mps.daemon_recalled", resource=plan.resource, directory=plan.directory
@@ -147,12 +152,13 @@ class Supervision:
             MpsError: they cannot be made.
         """
         async with self._preparing:
-            await asyncio.to_thread(
-                self._share_memory,
-                mps.CONTAINER_ROOT,
-                size_mib=self._settings.shm_size_mib,
-                proc_root=self._proc_root,
-            )
+            if not self._view.has_host_memory:
+                await asyncio.to_thread(
+                    self._share_memory,
+                    self._view.directory,
+                    size_mib=self._settings.shm_size_mib,
+                    proc_root=self._proc_root,
+                )
             await asyncio.to_thread(
                 functools.partial(directories.prepare, plan, sysfs_root=self._sysfs_root)
             )
@@ -164,7 +170,7 @@ class Supervision:
         states = [daemon.status.state for daemon in self._daemons.values() if daemon.is_wanted]
         up = bool(states) and all(state is MpsState.RUNNING for state in states)
         put = directories.mark if up else directories.unmark
-        await asyncio.to_thread(put, mps.CONTAINER_ROOT, directories.READY)
+        await asyncio.to_thread(put, self._view.directory, directories.READY)
         self._changed()
 
 

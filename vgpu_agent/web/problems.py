@@ -188,6 +188,14 @@ def _mps(status: AgentStatus) -> Iterator[Problem]:
     for daemon in status.mps:
         if daemon.state is MpsState.FAILED:
             yield Problem(ProblemKind.MPS, daemon.resource, daemon.trouble)
+        if daemon.not_given_back and daemon.not_given_back != daemon.trouble:
+            yield Problem(
+                ProblemKind.MPS,
+                daemon.resource,
+                "a GPU that was shared may still be in the compute mode EXCLUSIVE_PROCESS: "
+                f"{daemon.not_given_back}",
+                "set it back by hand: nvidia-smi -i GPU -c DEFAULT",
+            )
 
 
 def _cdi(status: AgentStatus) -> Iterator[tuple[Problem, str]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.offers.servers import Offering
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.isolation.mps import DaemonPlan, MpsOptions
+    from vgpu_agent.isolation.mps import DaemonPlan, MpsOptions, MpsView
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Inventory, Resource
@@ -53,7 +53,9 @@ class MpsController:
         inventory: Callable[[], Inventory],
         supervisor: Supervisor,
         journal: Journal,
+        view: MpsView = isolation.IN_CONTAINER,
     ) -> None:
+        self._view = view
         self._ledger, self._offering, self._inventory, self._supervisor = (
             ledger,
             offering,
@@ -70,6 +72,7 @@ class MpsController:
             holders=self._holders,
             changed=lambda: self._changes.publish(self._changes.version + 1),
             gpus=lambda: [gpu.uuid for gpu in inventory().gpus],
+            view=view,
             sysfs_root=settings.sysfs_root,
             proc_root=settings.gpu.proc_root,
             share_memory=_skip_shared_memory if settings.simulate else directories.share_memory,
@@ -85,7 +88,7 @@ class MpsController:
     def apply(self, settings: Settings) -> None:
         """Put ``settings`` in force."""
         self._options: dict[str, MpsOptions] = {
-            family.name: family.mps(settings) for family in FAMILIES if family.mps
+            family.name: family.mps(settings, self._view) for family in FAMILIES if family.mps
         }
         # a setting that puts the daemons' files where containers could change them, and why
         self._exposed = collisions.exposed_mps_directory(settings)

@@ -27,6 +27,7 @@ from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.families.spec import NodeFacts
 from vgpu_agent.isolation.backend import NO_SERVICES
+from vgpu_agent.isolation.mps import IN_CONTAINER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vgpu_agent.cdi.controller import CdiFound
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits, LibraryServices
+    from vgpu_agent.isolation.mps import MpsView
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -89,6 +91,7 @@ async def look(
     origins: Mapping[str, str],
     cdi: CdiFound,
     late: bool,
+    mps_view: MpsView = IN_CONTAINER,
 ) -> Found:
     """Look at the node; nothing here waits for the API server.
 
@@ -100,6 +103,7 @@ async def look(
         origins: dotted path → where a setting came from.
         cdi: see `Found`.
         late: see `NodeFacts`.
+        mps_view: the same.
     """
     nodes = await asyncio.to_thread(find_control_nodes, settings)
     found = dict(texts)
@@ -128,6 +132,7 @@ async def look(
         ),
         texts=found,
         unreadable=unreadable,
+        mps_view=mps_view,
     )
     return Found(nodes, cdi, facts)
 

@@ -24,6 +24,7 @@ from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import OfferError
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.isolation.mps import IN_CONTAINER
 from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.libraries import Libraries
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import Family, PodFamily
     from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits, LibraryServices
+    from vgpu_agent.isolation.mps import MpsView
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import Inventory, Resource
 
@@ -76,6 +78,7 @@ class FamiliesInForce:
         inventory: Callable[[], Inventory],
         journal: Journal,
         cdi: CdiController | None = None,
+        mps_view: MpsView = IN_CONTAINER,
     ) -> None:
         self._settings = settings
         self._origins = origins
@@ -85,6 +88,7 @@ class FamiliesInForce:
         self._inventory = inventory
         self._journal = journal
         self._cdi = cdi
+        self._mps_view = mps_view
         self._libraries = Libraries(settings, journal)
         self._changing = asyncio.Lock()
         self._families = Families()
@@ -190,6 +194,7 @@ class FamiliesInForce:
             origins=self._origins,
             cdi=await self._cdi.look(settings) if self._cdi is not None else NO_CDI,
             late=mode is not None and mode.late,
+            mps_view=self._mps_view,
         )
         return build(settings, found), libraries
 

@@ -24,10 +24,12 @@ from vgpu_agent.families.family import Ownership, Shortfall
 from vgpu_agent.isolation import mps
 from vgpu_agent.isolation.edits import Edits, Mount
 from vgpu_agent.isolation.mps import (
+    IN_CONTAINER,
     PIPE_VARIABLE,
     SHARED_MEMORY,
     VOLTA,
     MpsOptions,
+    MpsView,
     memory_share_mib,
     most_clients,
     mps_edits,
@@ -71,13 +73,18 @@ class AwsOptions(msgspec.Struct, frozen=True):
     )
 
     @classmethod
-    def from_settings(cls, settings: Settings, *, lists: ListOptions) -> AwsOptions:
+    def from_settings(
+        cls, settings: Settings, *, lists: ListOptions, mps_view: MpsView = IN_CONTAINER
+    ) -> AwsOptions:
         """The options that the configuration asks for."""
         aws, mps_settings = settings.section(Aws), settings.mps
         # pods written for AWS's plugin mount them from there (aws §II.3)
-        pipes = mps.DEFAULT_PIPE_DIRECTORY
+        pipes = "" if mps_view.simulated else mps.DEFAULT_PIPE_DIRECTORY
         paths = MpsOptions(
-            mps_settings.root, mps_settings.per_container_limits, pipe_directory=pipes
+            mps_settings.root,
+            mps_settings.per_container_limits,
+            pipe_directory=pipes,
+            view=mps_view,
         )
         return cls(aws.resource_name, aws.vgpus, aws.mps, lists, paths)
 

@@ -12,16 +12,17 @@ from vgpu_agent.families.spec import BuiltFamily, FamilySpec
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.spec import NodeFacts
-    from vgpu_agent.isolation.mps import MpsOptions
+    from vgpu_agent.isolation.mps import MpsOptions, MpsView
 
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
-    family = AwsFamily(AwsOptions.from_settings(settings, lists=facts.lists))
+    options = AwsOptions.from_settings(settings, lists=facts.lists, mps_view=facts.mps_view)
+    family = AwsFamily(options)
     return BuiltFamily(by_ids=(family,)) if settings.is_on(FAMILY) else BuiltFamily(idle=(family,))
 
 
-def _mps(settings: Settings) -> MpsOptions:
-    return AwsOptions.from_settings(settings, lists=ListOptions()).paths
+def _mps(settings: Settings, view: MpsView) -> MpsOptions:
+    return AwsOptions.from_settings(settings, lists=ListOptions(), mps_view=view).paths
 
 
 SPEC = FamilySpec(SETTINGS, _build, mps=_mps, resource_prefixes=(RESOURCE,))

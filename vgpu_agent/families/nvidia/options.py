@@ -16,7 +16,7 @@ from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia import iktos
 from vgpu_agent.families.nvidia.ids import IKTOS_SEPARATOR, NVIDIA_SEPARATOR
 from vgpu_agent.families.nvidia.settings import Iktos, Resources, Sharing
-from vgpu_agent.isolation.mps import MpsOptions
+from vgpu_agent.isolation.mps import IN_CONTAINER, MpsOptions, MpsView
 from vgpu_agent.model import SharingMode
 from vgpu_agent.placement.sharing import DISTRIBUTED
 
@@ -112,7 +112,12 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_settings(
-        cls, settings: Settings, *, lists: ListOptions, wsl: bool = False
+        cls,
+        settings: Settings,
+        *,
+        lists: ListOptions,
+        wsl: bool = False,
+        mps_view: MpsView = IN_CONTAINER,
     ) -> NvidiaOptions:
         """Return the configured options; if several define the sharing, iktos's entries win, then
         MPS (nvidia G12).
@@ -151,6 +156,7 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
                 root=settings.mps.root,
                 per_container_limits=settings.mps.per_container_limits,
                 single=sharing.mps.fail_requests_greater_than_one,
+                view=mps_view,
             ),
         )
         iktos_settings = settings.section(Iktos)

@@ -13,16 +13,19 @@ from vgpu_agent.families.spec import BuiltFamily, FamilySpec
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.spec import NodeFacts
-    from vgpu_agent.isolation.mps import MpsOptions
+    from vgpu_agent.isolation.mps import MpsOptions, MpsView
 
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
-    family = NvidiaFamily(NvidiaOptions.from_settings(settings, lists=facts.lists, wsl=facts.wsl))
+    options = NvidiaOptions.from_settings(
+        settings, lists=facts.lists, wsl=facts.wsl, mps_view=facts.mps_view
+    )
+    family = NvidiaFamily(options)
     return BuiltFamily(by_ids=(family,)) if settings.is_on(FAMILY) else BuiltFamily(idle=(family,))
 
 
-def _mps(settings: Settings) -> MpsOptions:
-    return NvidiaOptions.from_settings(settings, lists=ListOptions()).mps
+def _mps(settings: Settings, view: MpsView) -> MpsOptions:
+    return NvidiaOptions.from_settings(settings, lists=ListOptions(), mps_view=view).mps
 
 
 SPEC = FamilySpec(SETTINGS, _build, mps=_mps, resource_prefixes=(DOMAIN,))

@@ -72,12 +72,11 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
         config=config,
         constants=_CONSTANTS
         | {
-            "vgpu_agent.isolation.mps:CONTAINER_ROOT": f"{directory}/mps",
             "vgpu_agent.mps.host_tools:CONTROL_BINARY": str(tools.control),
             "vgpu_agent.mps.host_tools:SMI_BINARY": str(tools.smi),
         },
     )
-    story = _Story(kubelet, agent, tools, directory / "mps" / _GPU / "pipe", narrator)
+    story = _Story(kubelet, agent, tools, directory / "gpus" / "mps" / _GPU / "pipe", narrator)
     try:
         await story.play()
     except (AgentError, TimeoutError) as err:
@@ -88,7 +87,7 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
     finally:
         with contextlib.suppress(AgentError):
             await agent.terminate()
-        await asyncio.to_thread(end_daemon, directory / "mps" / _GPU / "pipe")
+        await asyncio.to_thread(end_daemon, directory / "gpus" / "mps" / _GPU / "pipe")
         await kubelet.stop()
 
 
