@@ -77,6 +77,10 @@ class ConfigError(AgentError):
         super().__init__("\n".join(problems))
 
 
+class CheckFailedError(ConfigError):
+    """The configuration that a command was asked to check is wrong. The call itself is right."""
+
+
 class OfferError(ConfigError):
     """Resources that cannot be offered as configured.
 

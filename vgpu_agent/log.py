@@ -128,13 +128,21 @@ def configure(
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
     )
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_WithoutSecrets(formatter))
+    handler.setFormatter(_WithoutSecrets(formatter, is_json=log_format == "json"))
     handler.addFilter(RepeatedLines())
     root = logging.getLogger()
     root.handlers = [handler]
     set_level(level)
     for name, quiet in _QUIET_LIBRARIES.items():
         logging.getLogger(name).setLevel(quiet)
+
+
+def is_json() -> bool:
+    """Tell whether `configure` has chosen JSON for the lines of this process."""
+    return any(
+        isinstance(handler.formatter, _WithoutSecrets) and handler.formatter.is_json
+        for handler in logging.getLogger().handlers
+    )
 
 
 def set_level(level: str) -> None:
@@ -156,9 +164,10 @@ def current_level() -> str:
 class _WithoutSecrets(logging.Formatter):
     """The formatter of every line, our own and those of libraries; hides secrets."""
 
-    def __init__(self, inner: logging.Formatter) -> None:
+    def __init__(self, inner: logging.Formatter, *, is_json: bool) -> None:
         super().__init__()
         self._inner = inner
+        self.is_json = is_json
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(self._inner.format(record))

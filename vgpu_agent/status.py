@@ -101,6 +101,7 @@ class KubeletStatus(msgspec.Struct):
 
     directory: str = ""
     socket_present: bool = False
+    directory_trouble: str = ""  # why the directory cannot be read; empty when it can be
     restarts_seen: int = 0
     records_read_at: float = 0.0
     records_trouble: str = ""

@@ -168,6 +168,10 @@ async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_pa
             )
         }
         assert node.not_alive == {}
+        node.kubelet.directory_trouble = "cannot read it: Permission denied"
+        assert list(node.not_ready.values()) == [
+            "waiting for the kubelet: cannot read it: Permission denied"
+        ]
 
 
 @pytest.mark.parametrize(

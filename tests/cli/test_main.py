@@ -4,6 +4,8 @@ and exit statuses that scripts can rely on.
 
 from __future__ import annotations
 
+import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -80,18 +82,42 @@ def test_an_unknown_flag_that_is_close_to_one_names_it(
     assert f"; did you mean {meant}? (see vgpu-agent {words[0]} --help)" in capsys.readouterr().err
 
 
+@pytest.fixture
+def _log_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo that a command in this process configures the log."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+
+@pytest.mark.usefixtures("_log_of_its_own")
+@pytest.mark.parametrize(
+    ("file_format", "flags"), [("console", ()), ("json", ("--log-format", "console"))]
+)
 def test_wrong_configuration_is_a_line_a_problem_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file_format: str, flags: tuple[str, ...]
 ) -> None:
-    """Two mistakes, two lines, in the form of a compiler."""
+    """Two mistakes, two lines, in the form of a compiler, where the log is for people."""
     file = tmp_path / "config.yaml"
-    file.write_text("version: v1\nlisten: 5\nlog: {level: loud}\n")
-    assert cli.main(["run", "--config", str(file)]) == 2
+    file.write_text(f"version: v1\nlisten: 5\nlog: {{level: loud, format: {file_format}}}\n")
+    assert cli.main(["run", "--config", str(file), *flags]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{file}:2: listen: ")
     assert second.startswith(f"{file}:3: log.level: ")
 
 
+@pytest.mark.usefixtures("_log_of_its_own")
+def test_wrong_configuration_is_json_where_the_log_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A collector of logs reads every line of the agent in one way."""
+    file = tmp_path / "config.yaml"
+    file.write_text("version: v1\nlisten: 5\n")
+    assert cli.main(["run", "--config", str(file)]) == 2
+    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (line["msg"], line["command"], line["exit_status"]) == ("command.failed", "run", 2)
+    assert line["error"].startswith(f"{file}:2: listen: ")
+
+
+@pytest.mark.usefixtures("_log_of_its_own")
 def test_a_failure_is_one_line_and_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

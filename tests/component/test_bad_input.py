@@ -25,10 +25,14 @@ from vgpu_agent.sim.agent_process import AgentProcess
 
 
 async def _ended(agent: AgentProcess) -> tuple[int, list[str]]:
-    """Status and plain lines of an agent that is expected to end by itself."""
+    """Status and last errors of an agent that is expected to end by itself. Its log is JSON, and so
+    are they.
+    """
     await agent.spawn()
     status = await agent.wait()
-    return status, [line["msg"] for line in agent.log_lines() if len(line) == 1]
+    lines = agent.log_lines()
+    assert [line for line in lines if len(line) == 1] == []
+    return status, [line["error"] for line in lines if line["msg"] == "command.failed"]
 
 
 async def test_a_wrong_configuration_is_refused_before_anything_is_registered(stage: Stage) -> None:
@@ -83,16 +87,33 @@ async def test_v13_a_list_that_kubelet_would_drop_is_refused_with_the_factor_tha
 
 
 async def test_no_driver_is_an_error_that_says_what_was_looked_for(stage: Stage) -> None:
-    """Without --simulate there is no silent simulation: exit 1 with the library and the places."""
+    """Without --simulate there is no silent simulation: exit 1 with the library and the remedy."""
     root = stage.folder / "no-driver"
     root.mkdir()
     status, lines = await _ended(
         stage.agent(QUICK.replace("gpu: {", f"gpu: {{driverRoot: {root}, "), simulate=False)
     )
     assert status == 1
-    assert len(lines) == 1
-    assert "libnvidia-ml.so.1" in lines[0]
-    assert str(root) in lines[0]
+    (text,) = lines
+    what, *_, install = text.splitlines()  # one more where these tests run in a container
+    assert "there is no libnvidia-ml.so.1" in what
+    assert str(root) in install
+
+
+async def test_no_driver_in_a_pod_is_first_a_question_of_its_runtime(stage: Stage) -> None:
+    """Three lines; the driver is on the node, and only NVIDIA's runtime adds it to a container."""
+    root = stage.folder / "no-driver"
+    root.mkdir()
+    config = QUICK.replace("gpu: {", f"gpu: {{driverRoot: {root}, ")
+    agent = stage.agent(config, simulate=False, environment={"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    status, (text,) = await _ended(agent)
+    what, runtime, install = text.splitlines()
+    assert status == 1
+    assert "there is no libnvidia-ml.so.1" in what
+    assert "NVIDIA's container runtime" in runtime
+    assert "runtimeClassName" in runtime
+    assert install.startswith("Install the NVIDIA driver")
+    assert "simulate" not in text
 
 
 async def test_no_driver_with_fail_on_init_error_false_waits(stage: Stage) -> None:

@@ -34,14 +34,12 @@ def _load_in_fresh_process(driver_root: Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_a_missing_library_is_said_with_every_place_that_was_looked_at(tmp_path: Path) -> None:
-    """The operator reads where the agent looked, what NVML answered, and what to do."""
+def test_a_missing_library_is_said_in_three_lines_at_most(tmp_path: Path) -> None:
+    """The operator reads what is missing, what NVML answered, and what to do."""
     text = _load_in_fresh_process(tmp_path)
 
-    assert text.startswith("no usable NVIDIA driver: looked for libnvidia-ml.so.1 at ")
-    assert str(tmp_path / "usr/lib64/libnvidia-ml.so.1") in text
-    assert str(tmp_path / "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1") in text
-    assert "by the dynamic loader" in text
+    assert text.startswith("no usable NVIDIA driver: there is no libnvidia-ml.so.1; ")
+    assert len(text.splitlines()) <= 3
     assert "NVML Shared Library Not Found" in text
     assert f"set driverRoot (now {tmp_path})" in text
 

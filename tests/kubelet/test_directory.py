@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from structlog.testing import capture_logs
@@ -257,3 +258,28 @@ async def test_an_end_gives_the_inotify_instance_back(
     await watched.stop()
 
     assert len(closed) == 1
+
+
+async def test_a_directory_that_may_not_be_read_is_called_that(
+    plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a missing kubelet, and no limit of inotify: both would be looked for in vain."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(plugins))
+
+    # root, who runs these tests, may read a directory of any mode
+    monkeypatch.setattr(type(plugins), "iterdir", refuse)
+    monkeypatch.setattr(Inotify, "watch", refuse)
+    with capture_logs() as lines:
+        watched = Watched(plugins, poll_seconds=0.02)
+        await watched.until(lambda: watched.beats > 3)
+        await watched.stop()
+
+    trouble = watched.status.directory_trouble
+    assert trouble.startswith(f"cannot read {plugins}: Permission denied; let the agent read it")
+    (waiting,) = [e for e in watched.journal.entries if e.event == "kubelet.waiting"]
+    assert waiting.facts["error"] == trouble
+    (warning,) = [line for line in lines if line["event"] == "kubelet.inotify_unavailable"]
+    assert "let the agent read it" in warning["remedy"]
+    assert "fs.inotify" not in warning["remedy"]

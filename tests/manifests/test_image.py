@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -134,9 +135,9 @@ def test_an_agent_without_the_simulator_says_so(tmp_path: Path) -> None:
     ]
     ran = _run(folder, "-m", "vgpu_agent", "run", *flags)
     assert ran.returncode == 1
-    assert ran.stderr.splitlines()[-1].startswith(
-        "vgpu-agent: --simulate: the image does not contain the simulator"
-    )
+    line = json.loads(ran.stderr.splitlines()[-1])
+    assert line["msg"] == "command.failed"
+    assert line["error"].startswith("--simulate: the image does not contain the simulator")
 
 
 def test_a_wheel_has_no_simulator(tmp_path: Path) -> None:

@@ -253,6 +253,8 @@ class Report:
         return "this node has no GPU to offer", "/debug/devices says which cards did not answer"
 
     def _why_not_ready(self, plugin: PluginStatus) -> str:
+        if plugin.state is PluginState.WAITING and self.kubelet.directory_trouble:
+            return f"waiting for the kubelet: {self.kubelet.directory_trouble}"
         if plugin.state is PluginState.WAITING and not self.kubelet.socket_present:
             return f"waiting for the kubelet: there is no {self.kubelet.directory}/kubelet.sock"
         state = (

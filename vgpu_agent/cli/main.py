@@ -1,8 +1,9 @@
 """Entry point of the command line: the parser, and the conversion of errors into a line on stderr
 and an exit status.
 
-Exit status: 0 success, 1 failure, 2 wrong usage (flags or configuration), 130 interrupted. A
-command is a module with `add_parser`; its parser leaves ``run`` in the parsed arguments.
+Exit status: 0 success, 1 failure, 2 wrong usage (flags or configuration), 130 interrupted. For
+``config check``, a wrong configuration is the result, and thus 1. A command is a module with
+`add_parser`; its parser leaves ``run`` in the parsed arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vgpu_agent import __version__
-from vgpu_agent.errors import AgentError, ConfigError
+from vgpu_agent.errors import AgentError, CheckFailedError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,17 +87,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         status: int = arguments.run(arguments)
     except ConfigError as err:
-        for problem in err.problems:
-            print(problem, file=sys.stderr)
-        return USAGE
+        status = FAILED if isinstance(err, CheckFailedError) else USAGE
+        if not _logged(words, err.problems, status):
+            for problem in err.problems:
+                print(problem, file=sys.stderr)
+        return status
     except AgentError as err:
-        print(f"vgpu-agent: {err}", file=sys.stderr)
+        if not _logged(words, [str(err)], FAILED):
+            print(f"vgpu-agent: {err}", file=sys.stderr)
         return FAILED
     except BrokenPipeError:
         return FAILED  # the reader of our output has closed it
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
+
+
+def _logged(words: Sequence[str], problems: Sequence[str], status: int) -> bool:
+    """Log the problems that end the command, and return True, if this process has a log in JSON. A
+    collector then finds them by their event, and meets no line of another form.
+    """
+    # Only a command with a log has imported it, so that the others need not pay for it.
+    log = sys.modules.get("vgpu_agent.log")
+    if log is None or not log.is_json():
+        return False
+    for problem in problems:
+        log.get(__name__).error(
+            "command.failed", command=_command(words), error=problem, exit_status=status
+        )
+    return True
 
 
 def _command(words: Sequence[str]) -> str:

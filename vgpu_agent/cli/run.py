@@ -20,7 +20,9 @@ examples:
 
 SIGHUP registers every resource with the kubelet again; in a terminal, it ends the agent. A changed
 configuration file needs no signal. Exit status: 0 after SIGTERM or SIGINT, 1 when the agent cannot
-start (no driver, port in use), 2 when the configuration is wrong.
+start (no driver, port in use), 2 when the configuration is wrong. The reason is on stderr, in the
+form of the log (--log-format): an event command.failed where it is JSON, a line of text
+otherwise.
 """
 
 
@@ -57,10 +59,12 @@ def _run(arguments: argparse.Namespace) -> int:
     # The kernel ignores SIGTERM for process 1 of a container unless there is a handler. Until the
     # agent installs its own, SIGTERM ends the process as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    loaded = load.load(options.given(arguments), os.environ)
-    log.configure(
-        log_format=loaded.settings.log.format, level=loaded.settings.log.level, cache_loggers=True
-    )
+    flags = options.given(arguments)
+    # the errors of a wrong configuration have the form of the log, too
+    log.configure(log_format=load.log_format(flags, os.environ))
+    loaded = load.load(flags, os.environ)
+    log_settings = loaded.settings.log
+    log.configure(log_format=log_settings.format, level=log_settings.level, cache_loggers=True)
     _raise_descriptor_limit()
     # The import takes 200 ms, and an invalid configuration is reported before it.
     from vgpu_agent import agent  # noqa: PLC0415

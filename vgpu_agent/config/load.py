@@ -8,6 +8,7 @@ our file < environment < flags; an empty variable counts as not set.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -116,13 +117,43 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
     return load_sources(Sources(dict(flags), options.relevant(environment), file))
 
 
+def log_format(flags: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    """Return the format of the log that a configuration with errors asks for; never raises. An
+    unknown format, or one in a file that cannot be read, counts as the default.
+    """
+    key = "log.format"
+    text = next(
+        (
+            flags[flag]
+            for option in options.options()
+            if option.path == key
+            for flag in option.flags
+            if flag in flags
+        ),
+        "",
+    ) or options.text_of(key, environment)
+    file = flags.get(options.CONFIG_FLAG, environment.get(options.CONFIG_VARIABLE, ""))
+    if not text and file:
+        with contextlib.suppress(ConfigError):
+            text = _text_at(yaml.read(read(file))[0], "log", "format")
+    return "console" if text == "console" else "json"
+
+
 def load_sources(sources: Sources) -> Loaded:
     """Do as `load`, for sources that were put together before. Blocks.
 
     Raises:
         ConfigError: as for `load`.
     """
-    own = None if sources.file is None else read(sources.file)
+    return load_text(sources, None if sources.file is None else read(sources.file))
+
+
+def load_text(sources: Sources, own: bytes | None) -> Loaded:
+    """Do as `load_sources`, with the content of our file, which is ``sources.file`` in messages.
+
+    Raises:
+        ConfigError: as for `load`.
+    """
     file = nvidia_file(sources, own)
     return load_contents(
         sources, Contents(own, file, read(file, nvidia_file_named_by(sources)) if file else None)

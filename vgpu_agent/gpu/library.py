@@ -45,27 +45,34 @@ def load(driver_root: Path) -> tuple[str, list[str]]:
 
     Returns:
         The loaded library (a path, or the soname for the loader's own choice, or empty when there
-        is none), and the places that were looked at without success, each with the reason.
+        is none), and the files that exist and cannot be loaded, each with the reason.
     """
     if _loaded():
         return SONAME, []
-    tried: list[str] = []
+    broken: list[str] = []
     for path in candidates(driver_root):
         if not path.exists():
-            tried.append(str(path))
             continue
         try:
             ctypes.CDLL(str(path))
         except OSError as err:
-            tried.append(f"{path} (cannot be loaded: {err})")
+            broken.append(f"{path} (cannot be loaded: {err})")
         else:
-            return str(path), tried
+            return str(path), broken
     try:
         ctypes.CDLL(SONAME)
     except OSError:
-        tried.append(f"{SONAME} by the dynamic loader")
-        return "", tried
-    return SONAME, tried
+        return "", broken
+    return SONAME, broken
+
+
+def in_container() -> bool:
+    """Tell whether this process runs in a container, by the marks of Kubernetes, Docker and Podman.
+    Blocks.
+    """
+    return "KUBERNETES_SERVICE_HOST" in os.environ or any(
+        os.path.exists(mark) for mark in ("/.dockerenv", "/run/.containerenv")
+    )
 
 
 def _loaded() -> bool:

@@ -112,25 +112,24 @@ class Nvml:
             driver_root: root of the file system in which the driver is installed.
 
         Raises:
-            DriverMissingError: no library, or it does not find a driver; the message has the
-                searched places and NVML's answer.
+            DriverMissingError: no library, or it does not find a driver; the message has NVML's
+                answer and the remedies, in three lines at most.
         """
-        tried: list[str] = []
+        broken: list[str] = []
         if not self.library:  # it is never unloaded, so a second try is about the driver behind it
             with self.watched("dlopen"):
-                self.library, tried = library.load(driver_root)
+                self.library, broken = library.load(driver_root)
         try:
             self.init()
         except NvmlError as err:
-            where = (
-                f"loaded {self.library}"
-                if self.library
-                else f"looked for {library.SONAME} at {', '.join(tried)}"
+            where = f"loaded {self.library}"
+            if not self.library:
+                where = "; ".join(broken) or f"there is no {library.SONAME}"
+            remedies = return_codes.remedies(
+                err.code, driver_root, in_container=library.in_container()
             )
-            raise DriverMissingError(
-                f"no usable NVIDIA driver: {where}; {err}. "
-                f"{return_codes.remedy(err.code, driver_root)}"
-            ) from err
+            lines = (f"no usable NVIDIA driver: {where}; {err}", *remedies)
+            raise DriverMissingError(".\n".join(lines)) from err
 
     def init(self) -> None:
         """Initialise NVML with the cards that are plugged in now.

@@ -32,18 +32,31 @@ answers and no faults.
 NORMAL = ABSENT | {NOT_FOUND, TIMEOUT}
 
 
-def remedy(code: int, driver_root: Path) -> str:
-    """Advise an administrator about a driver that could not be initialised,
-    in one sentence without its full stop.
+def remedies(code: int, driver_root: Path, *, in_container: bool) -> tuple[str, ...]:
+    """Advise an administrator about a driver that could not be initialised: sentences without their
+    full stops, the most likely remedy first.
+
+    Args:
+        code: NVML's answer.
+        driver_root: where the driver is looked for.
+        in_container: the agent runs in a container, which has no driver unless NVIDIA's container
+            runtime adds it.
     """
     if code == _VERSION_MISMATCH:
         return (
-            "The driver was updated under a running agent: restart the agent, and the node if that "
-            "does not help"
+            (
+                "The driver was updated under a running agent: restart the agent, and the node if "
+                "that does not help"
+            ),
         )
-    if code == _LIBRARY_NOT_FOUND:
-        return (
-            f"Install the NVIDIA driver, or set driverRoot (now {driver_root}) to where it is "
-            "installed"
-        )
-    return "Check that the nvidia kernel module is loaded (lsmod) and /dev/nvidiactl can be opened"
+    if code != _LIBRARY_NOT_FOUND:
+        return ("Check that the nvidia kernel module is loaded (lsmod), and /dev/nvidiactl there",)
+    runtime = (
+        "Have NVIDIA's container runtime start this container: set the pod's runtimeClassName, "
+        "usually to nvidia, or make it the default runtime of the node"
+    )
+    install = (
+        f"Install the NVIDIA driver on the node, or set driverRoot (now {driver_root}) to where it "
+        "is installed"
+    )
+    return (runtime, install) if in_container else (install,)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,6 +35,15 @@ _logger = log.get(__name__)
 # How often the agent looks in addition to inotify, in case the kernel's notice was lost.
 POLL_SECONDS = 5.0
 _SOCKET = ".sock"
+_LET_READ = (
+    "let the agent read it: run it as root, and look for a security policy (SELinux, AppArmor)"
+)
+_INOTIFY_REMEDIES = {
+    errno.EMFILE: "raise fs.inotify.max_user_instances and restart the agent",
+    errno.ENOSPC: "raise fs.inotify.max_user_watches",
+    errno.EACCES: _LET_READ,
+    errno.EPERM: _LET_READ,
+}
 
 
 class DirectoryState(msgspec.Struct, frozen=True):
@@ -114,10 +124,18 @@ class DirectoryWatch:
 
     def _look(self) -> DirectoryState:
         found = {}
-        with contextlib.suppress(OSError):
+        trouble = ""
+        try:
             for path in self.directory.iterdir():
                 if path.name.endswith(_SOCKET) and (socket := identity(path)):
                     found[path.name] = socket
+        except FileNotFoundError:
+            pass  # made by the kubelet
+        except PermissionError as err:
+            trouble = f"cannot read {self.directory}: {err.strerror}; {_LET_READ}"
+        except OSError as err:
+            trouble = f"cannot read {self.directory}: {err.strerror}"
+        self._status.directory_trouble = trouble
         return DirectoryState(found)
 
     def _publish(self, state: DirectoryState) -> None:
@@ -147,8 +165,11 @@ class DirectoryWatch:
             self._missing_since = now
         long_enough = self._known_kubelet is None or now - self._missing_since >= self._poll_seconds
         if long_enough and self._changes.is_new("kubelet"):
+            trouble = self._status.directory_trouble
             self._journal.record(
-                "kubelet.waiting", socket=str(self.directory / sockets.KUBELET_SOCKET)
+                "kubelet.waiting",
+                socket=str(self.directory / sockets.KUBELET_SOCKET),
+                **({"error": trouble} if trouble else {}),
             )
 
     def _warn(self, err: OSError) -> None:
@@ -157,8 +178,8 @@ class DirectoryWatch:
                 "kubelet.inotify_unavailable",
                 error=str(err),
                 remedy=(
-                    "raise fs.inotify.max_user_watches, or raise fs.inotify.max_user_instances and "
-                    "restart the agent; until then the directory is polled"
+                    f"{_INOTIFY_REMEDIES.get(err.errno or 0, 'check that directory')}; until then "
+                    "the directory is polled"
                 ),
                 poll_seconds=self._poll_seconds,
             )

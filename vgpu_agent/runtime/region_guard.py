@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import itertools
 import os
 import select
@@ -163,12 +164,16 @@ class RegionGuard:
                 if watch >= 0:
                     self._watches[watch] = path
                 elif self._changes.is_new("watch"):
-                    reason = os.strerror(ctypes.get_errno())
+                    number = ctypes.get_errno()
                     _logger.warning(
                         "regions.not_watched",
                         path=path,
-                        error=reason,
-                        remedy="raise fs.inotify.max_user_watches",
+                        error=os.strerror(number),
+                        remedy=(
+                            "raise fs.inotify.max_user_watches"
+                            if number == errno.ENOSPC
+                            else "check that the agent runs as root and may read that file"
+                        ),
                     )
 
     def make_room(self) -> None:

@@ -93,7 +93,7 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
     kubelet = (
         "socket present"
         if status.kubelet.socket_present
-        else f"no socket in {status.kubelet.directory}"
+        else status.kubelet.directory_trouble or f"no socket in {status.kubelet.directory}"
     )
     plugins = (
         Check(
