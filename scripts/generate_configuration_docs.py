@@ -46,10 +46,27 @@ sharing:
 | command | what it does |
 |---|---|
 | `vgpu-agent config example` | writes a commented file with every key and its default (it stands at the end of this page) |
-| `vgpu-agent config check FILE` | says what is wrong with a file, everything at once; exit status 0 or 2 |
+| `vgpu-agent config check FILE` | says what is wrong with a file, or with the texts in a ConfigMap, everything at once; see [below](#checking) |
 | `vgpu-agent config convert FILE` | writes a configuration of NVIDIA's device plugin as one of the agent's |
 | `vgpu-agent config show --config FILE` | each value and where it came from; `--json` for programs |
 | `curl localhost:9395/debug/config` | the same from the running agent |
+
+## Checking
+
+`vgpu-agent config check FILE` takes three kinds of files:
+
+| file | what happens |
+|---|---|
+| a configuration | It is checked together with the flags and variables of the call, as `run` would read it |
+| a manifest of kind ConfigMap | Each text in its `data` is checked in the same way, or as a configuration of NVIDIA's plugin if it has `flags`. Messages have the key, as in `configmap.yaml data.config.yaml:3`; the line counts within that text |
+| a values file of NVIDIA's Helm chart | It says what each value comes to here, in comments, and writes the configurations of `config.map` as ones of the agent |
+
+| exit status | meaning |
+|---|---|
+| 0 | nothing is wrong |
+| 1 | the configuration is wrong; a line on stderr for each problem |
+| 2 | the call is wrong: an unknown flag, two files, or a file that cannot be read |
+| 3 | a values file was explained; the agent cannot use it as it is |
 
 ## Who wins
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from vgpu_agent.cli import config
+from vgpu_agent.cli import config, main
 from vgpu_agent.config.example import example
-from vgpu_agent.errors import ConfigError
+from vgpu_agent.errors import CheckFailedError, ConfigError
 
 Command = Callable[..., int]
 
@@ -273,3 +276,142 @@ def test_convert_reads_standard_input(
     assert refused.value.problems == [
         'standard input:1: flags.migStrategy: expected none, single or mixed, got "some"'
     ]
+
+
+MANIFEST = """\
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: vgpu-agent
+data:
+  config.yaml: |
+    version: v1
+    log:
+      level: debug
+"""
+
+
+def test_check_takes_the_config_map_as_it_is(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each key of its data is a file to the agent; nobody has to cut it out."""
+    shipped = Path(__file__).parents[2] / "manifests" / "configmap.yaml"
+    assert command("check", str(shipped)) == 0
+    assert capsys.readouterr().out == f"{shipped} data.config.yaml: ok\n"
+
+    nvidias = "  a10: |\n    version: v1\n    flags: {migStrategy: none}\n"
+    Path("map.yaml").write_text(MANIFEST + nvidias)
+    assert command("check", "map.yaml") == 0
+    assert capsys.readouterr().out == (
+        "map.yaml data.config.yaml: ok\n"
+        "map.yaml data.a10: ok, a configuration of NVIDIA's device plugin\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("manifest", "problem"),
+    [
+        (
+            MANIFEST.replace("debug", "loud"),
+            (
+                "map.yaml data.config.yaml:3: log.level: expected debug, info, warning or error, "
+                'got "loud"'
+            ),
+        ),
+        (
+            MANIFEST.replace("config.yaml: |", "config.yaml:"),
+            (
+                "map.yaml:6: data.config.yaml: expected a text; write | behind the key and indent "
+                "the text below it"
+            ),
+        ),
+        (
+            MANIFEST.partition("\ndata:")[0],
+            (
+                "map.yaml:1: data: the ConfigMap has no text; expected one below a key such as "
+                "config.yaml"
+            ),
+        ),
+    ],
+)
+def test_check_names_the_problems_in_a_config_map(manifest: str, problem: str) -> None:
+    """With the key, and the line within its text; exit status 1."""
+    Path("map.yaml").write_text(manifest)
+    process = subprocess.run(
+        [sys.executable, "-m", "vgpu_agent", "config", "check", "map.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert (process.returncode, process.stderr) == (1, f"{problem}\n")
+
+
+VALUES = """\
+config:
+  map:
+    default: |-
+      version: v1
+      sharing:
+        timeSlicing:
+          resources:
+          - name: nvidia.com/gpu
+            replicas: 4
+  default: default
+migStrategy: none
+gfd: {enabled: true}
+podLabels: {}
+"""
+
+
+def test_check_explains_values_of_nvidias_chart(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What each comes to here, and its configurations in the agent's words, all of it YAML."""
+    Path("values.yaml").write_text(VALUES)
+    assert command("check", "values.yaml") == 3
+    explained, _, converted = capsys.readouterr().out.partition("---\n")
+    assert explained.splitlines() == [
+        "# values.yaml: values of the Helm chart of NVIDIA's device plugin, not a configuration",
+        "# config: see the configurations below, and components/nvidia-config for several of them",
+        '# migStrategy ("none"): plugin.migStrategy',
+        (
+            "# gfd: keep GPU Feature Discovery and Node Feature Discovery; the agent does not "
+            "replace them"
+        ),
+        "# podLabels: not known; look for it in docs/configuration.md",
+        "# config.default: namedConfig.default",
+    ]
+    Path("converted.yaml").write_text(converted)
+    assert command("check", "converted.yaml") == 0
+    assert "replicas: 4" in converted
+
+
+def test_check_names_the_problems_of_a_configuration_in_values(command: Command) -> None:
+    """With its name in config.map."""
+    Path("values.yaml").write_text(VALUES.replace("replicas: 4", "replicas: four"))
+    with pytest.raises(CheckFailedError) as refused:
+        command("check", "values.yaml")
+    (sentence,) = refused.value.problems
+    assert sentence.startswith("values.yaml config.map.default:6: sharing.timeSlicing.resources[0]")
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (("config.yaml",), 0),
+        (("wrong.yaml",), 1),
+        (("missing.yaml",), 2),
+        (("config.yaml", "--config", "wrong.yaml"), 2),
+        (("--no-such-flag",), 2),
+    ],
+)
+def test_the_exit_status_of_check_tells_a_wrong_file_from_a_wrong_call(
+    words: tuple[str, ...], status: int
+) -> None:
+    """A script that checks a file must not take its own slip for the file's."""
+    try:
+        found = main.main(["config", "check", *words])
+    except SystemExit as left:
+        found = int(str(left.code))
+    assert found == status

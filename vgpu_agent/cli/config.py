@@ -2,7 +2,7 @@
 what a configuration means, before and without running it.
 
 Called by the command line, which turns the ConfigError of a wrong configuration into one line for
-each problem and exit status 2.
+each problem and exit status 2, or 1 where it was to be checked.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vgpu_agent.config import load, options, schema
+from vgpu_agent.config import helm_values, load, manifests, options, schema, yaml
 from vgpu_agent.config.convert import convert
 from vgpu_agent.config.example import example, yaml_value
-from vgpu_agent.errors import ConfigError
+from vgpu_agent.errors import CheckFailedError, ConfigError
 from vgpu_agent.families import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from vgpu_agent.families.plugin_files import Findings
+
+# The exit status of a check of a file that was explained: the agent cannot read it.
+_EXPLAINED = 3
 
 _DESCRIPTION = """\
 examples:
   vgpu-agent config example > config.yaml
   vgpu-agent config check config.yaml
+  vgpu-agent config check manifests/configmap.yaml
   vgpu-agent config check config.yaml --node-name NODE --node-config-path $PWD/nodeConfig.yaml
   vgpu-agent config show config.yaml --log-level debug
   vgpu-agent config convert nvidia-device-plugin.yaml > config.yaml
@@ -48,7 +52,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     commands = command.add_subparsers(metavar="COMMAND", required=True)
 
     check = commands.add_parser(
-        "check", help="report the problems of a configuration; exit status 0 without any, else 2"
+        "check",
+        help=(
+            "report the problems of a configuration, as a file or in its ConfigMap; exit status 0 "
+            "without any, 1 with some, 2 for a wrong call, 3 for values of NVIDIA's Helm chart"
+        ),
     )
     check.add_argument(
         "file", nargs="?", metavar="FILE", help="the file to check, the same as --config FILE"
@@ -83,7 +91,66 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    loaded = _loaded(arguments)
+    flags = _flags(arguments)
+    file = flags.get(options.CONFIG_FLAG, os.environ.get(options.CONFIG_VARIABLE, ""))
+    # a file that cannot be read is a wrong call
+    content = load.read(file) if file else None
+    root = yaml.read(content)[0] if content is not None else None
+    try:
+        if content is not None and root is not None:
+            if manifests.is_config_map(root):
+                return _check_config_map(file, root, flags)
+            if helm_values.is_values_file(root):
+                return _explain_values(file, root)
+        return _check_text(file, content, flags)
+    except ConfigError as err:
+        raise CheckFailedError(err.problems) from err
+
+
+def _check_config_map(file: str, root: yaml.Node, flags: Mapping[str, str]) -> int:
+    """Check each text in the data of a ConfigMap, as the agent reads it once it is mounted."""
+    problems: list[str] = []
+    for key, text in manifests.texts(file, root).items():
+        name = f"{file} data.{key}"
+        try:
+            if manifests.is_of_nvidias_plugin(text):
+                loaded = load.load_contents(
+                    load.Sources(flags, {}, None), load.Contents(None, name, text.encode())
+                )
+                _print_warnings(loaded)
+                print(f"{name}: ok, a configuration of NVIDIA's device plugin")
+            else:
+                _check_text(name, text.encode(), flags)
+        except ConfigError as err:
+            problems += err.problems
+    if problems:
+        raise ConfigError(problems)
+    return 0
+
+
+def _explain_values(file: str, root: yaml.Node) -> int:
+    """Say what the values of NVIDIA's chart come to here, and convert its configurations. Sentences
+    are comments, so that the whole output is YAML.
+    """
+    print(f"# {file}: values of the Helm chart of NVIDIA's device plugin, not a configuration")
+    for line in helm_values.explanations(root):
+        print(f"# {line}")
+    problems: list[str] = []
+    for name, text in helm_values.configurations(root).items():
+        print(f"---\n# config.map.{name}")
+        try:
+            print(convert(f"{file} config.map.{name}", text.encode()), end="")
+        except ConfigError as err:
+            problems += err.problems
+    if problems:
+        raise ConfigError(problems)
+    return _EXPLAINED
+
+
+def _check_text(file: str, content: bytes | None, flags: Mapping[str, str]) -> int:
+    sources = load.Sources(flags, options.relevant(os.environ), file or None)
+    loaded = load.load_text(sources, content)
+    _print_warnings(loaded)
     errors, meanings = list(loaded.collisions), list[str]()
     for path, findings in _plugin_files(loaded):
         errors += findings.errors
@@ -158,6 +225,13 @@ def _loaded(arguments: argparse.Namespace) -> load.Loaded:
     """Return the configuration that ``run`` loads with these arguments, before a label of the Node
     adds a named one (`namedConfig`). Warnings go to stderr.
     """
+    loaded = load.load(_flags(arguments), os.environ)
+    _print_warnings(loaded)
+    return loaded
+
+
+def _flags(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the flags that were given; a file without a flag counts as that of ``--config``."""
     flags = options.given(arguments)
     if arguments.file is not None:
         if flags.get(options.CONFIG_FLAG, arguments.file) != arguments.file:
@@ -170,7 +244,9 @@ def _loaded(arguments: argparse.Namespace) -> load.Loaded:
                 ]
             )
         flags[options.CONFIG_FLAG] = arguments.file
-    loaded = load.load(flags, os.environ)
+    return flags
+
+
+def _print_warnings(loaded: load.Loaded) -> None:
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return loaded
