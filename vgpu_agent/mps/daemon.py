@@ -145,6 +145,7 @@ class Daemon:
         await asyncio.to_thread(directories.clear, self._plan)
         self._modes.forget()
         await self._modes.release(limit.uuid for limit in self._plan.devices)
+        self.status.not_given_back = ""
         await asyncio.to_thread(directories.forget, self._plan)
         if self._wanted is None:
             await asyncio.to_thread(directories.remove_pipe, self._plan)
