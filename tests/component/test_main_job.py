@@ -364,7 +364,9 @@ async def test_a_new_list_that_is_too_long_is_refused(stage: Stage) -> None:
     replace_text(stage.config, QUICK + SHARED.replace("replicas: 4", "replicas: 100"))
     line = await agent.until_logged("config.refused")
     assert any("replicas: at most" in text for text in line["problems"])
-    assert await agent.get_text("/readyz") == (200, "ready\n")
+    status, text = await agent.get_text("/readyz")
+    assert (status, text.splitlines()[-1]) == (200, "ready")
+    assert text.startswith("[~] config: the newest configuration is not in force: ")
     assert stage.kubelet.resource(GPU).allocatable == 8
 
 
