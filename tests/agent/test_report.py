@@ -432,7 +432,7 @@ async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> 
         cluster = node.report.status().cluster
     assert (cluster.connected, cluster.disconnected_reason, cluster.waiting_for) == (
         False,
-        "no family that needs the API server is on",
+        "no family or setting that needs the API server is on",
         "",
     )
     assert (cluster.watches, cluster.writers, cluster.requests) == ((), (), {})

@@ -23,6 +23,7 @@ from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.failed_pods import FailedPods
+from vgpu_agent.cluster.gpu_events import GpuEvents
 from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_copies import PodCopies
 from vgpu_agent.cluster.pod_publisher import PodPublisher
@@ -39,21 +40,30 @@ from vgpu_agent.pods import PodCache
 from vgpu_agent.status import ClusterStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Awaitable,
+        Callable,
+        Collection,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.allocation.notices import Notices
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.cluster.client import ApiClient
-    from vgpu_agent.concurrency import Supervisor
+    from vgpu_agent.concurrency import Latest, Supervisor
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.plugin_files import PluginFile
     from vgpu_agent.families.spec import FamilySpec
     from vgpu_agent.journal import Journal
+    from vgpu_agent.model import Grant, Inventory
     from vgpu_agent.nodes import Node, SentCounts
     from vgpu_agent.pods import Pod
-    from vgpu_agent.status import WatchStatus, WriteFailure
+    from vgpu_agent.status import NvmlStatus, WatchStatus, WriteFailure
 
 # How long the start waits for the first list of Node and pods before it goes on with what it
 # knows.
@@ -120,10 +130,12 @@ class ClusterAccess:
 
     @property
     def needed(self) -> bool:
-        """Tell whether an enabled family needs the API server,
+        """Tell whether an enabled family or a setting needs the API server,
         so that pods are watched and Node and pods are written.
         """
-        return any(family.needs_api_server and family.is_on(self._settings) for family in FAMILIES)
+        return self._settings.node_status.needs_api_server or any(
+            family.needs_api_server and family.is_on(self._settings) for family in FAMILIES
+        )
 
     @property
     def node(self) -> Node | None:
@@ -262,7 +274,7 @@ class ClusterAccess:
         ``waited_seconds`` of that time have passed already.
         """
         if not self.needed and not self._named_documents.directory:
-            self.disconnected_reason = "no family that needs the API server is on"
+            self.disconnected_reason = "no family or setting that needs the API server is on"
             return
         found = await asyncio.to_thread(credentials, self._settings)
         if found is None:
@@ -415,6 +427,30 @@ class ClusterAccess:
             self._journal,
         )
         self._loop("pods failed while away", self.failed_pods.run)
+
+    def report_gpus(
+        self,
+        inventory: Latest[Inventory],
+        grants: Callable[[], Iterable[Grant]],
+        *,
+        driver: Callable[[], NvmlStatus],
+        libraries: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """Start the events about the health of GPUs; arguments as for `GpuEvents`. Call it after
+        `start_writers`.
+        """
+        if self.events is None:
+            return
+        events = GpuEvents(
+            self.events,
+            inventory,
+            grants,
+            self.pod_cache,
+            lambda: self.node,
+            driver=driver,
+            libraries=libraries,
+        )
+        self._loop("events of GPUs", events.run)
 
     def _rescued(self, owned: Mapping[str, str]) -> frozenset[str]:
         """Return those of the resources whose failed pods are evicted or created again

@@ -444,6 +444,12 @@ class Agent:
             withdrawn=self._ledger.withdrawn,
             counted=self._ledger.counted,
         )
+        self._cluster.report_gpus(
+            self._watch.inventory,
+            lambda: self._ledger.grants,
+            driver=lambda: self._watch.status,
+            libraries=lambda: self._families.missing_libraries,
+        )
         await self._cluster.written_once(api_server.START_WAIT_SECONDS)
         self._mps.start()
         await self._offering.sync()

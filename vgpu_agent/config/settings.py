@@ -23,6 +23,7 @@ from vgpu_agent.config.binding import Binding, Cluster, Families
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.config.mps import Mps
+from vgpu_agent.config.node_status import NodeStatus
 from vgpu_agent.config.types import NODE_NAME, AbsolutePath, Address, OptionalPath, Seconds
 from vgpu_agent.config.vgpu_control import VgpuControl
 
@@ -295,6 +296,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     families: Families = msgspec.field(default_factory=Families)
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)
+    node_status: NodeStatus = msgspec.field(default_factory=NodeStatus)
     hami_core: HamiCore = msgspec.field(default_factory=HamiCore)
     vgpu_control: VgpuControl = msgspec.field(default_factory=VgpuControl)
     web: Web = msgspec.field(default_factory=Web)

@@ -65,6 +65,7 @@ class FamiliesInForce:
         problems: errors in files of replaced plugins.
         cautions: problems that some pods will have with the offered resources.
         services: family → the services that the library of its containers needs.
+        missing_libraries: isolation backend → why its library, which a family uses, is missing.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class FamiliesInForce:
         self.services: Latest[Mapping[str, LibraryServices]] = Latest({})
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
+        self.missing_libraries: Mapping[str, str] = {}
         self._nodes = NONE_FOUND  # the control device nodes that the families were built with
         # resources that the last call of `_offer` could not offer
         self._refused: frozenset[str] = frozenset()
@@ -219,6 +221,11 @@ class FamiliesInForce:
             self.services.publish(built.services)
         self._choose_mode()
         self._offering.blocked = self._blocked(built)
+        self.missing_libraries = {
+            backend: library.trouble
+            for backend, library in libraries.items()
+            if backend in built.uses_libraries and library.trouble and not library.path
+        }
         self._outdated = tuple(
             f"{library.trouble}; until then {library.path} is used, installed before"
             for backend, library in libraries.items()

@@ -1,0 +1,206 @@
+"""Events about the health of GPUs, on the Node and on pods; on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.cluster.fake_api import running
+from tests.cluster.gpu_world import M0, U0, U1, XID, World, gpu, grant, ignore
+from vgpu_agent.cluster.gpu_events import GpuEvents
+from vgpu_agent.model import Health, Inventory, MigInstance
+from vgpu_agent.status import NvmlState
+
+pytestmark = pytest.mark.looptime
+
+
+def gpu_events(world: World) -> GpuEvents:
+    """The part under test."""
+    return GpuEvents(
+        world.events,
+        world.inventory,
+        lambda: world.grants,
+        world.pods,
+        lambda: world.node,
+        driver=lambda: world.driver,
+        libraries=lambda: world.libraries,
+    )
+
+
+def run(world: World) -> contextlib.AbstractAsyncContextManager[None]:
+    """Run the loop and that of the events."""
+    return running(gpu_events(world).run(ignore), world.events.run(ignore))
+
+
+async def test_a_lost_gpu_is_reported_on_the_node_and_on_the_pod_that_holds_it() -> None:
+    """The owner of pod a has no access to the node; pod b has nothing to do with it."""
+    world = World()
+    async with run(world):
+        await asyncio.sleep(1)
+        assert world.told("Node") == world.told("Pod") == []
+        world.fail(U0, lost=True)
+        await asyncio.sleep(1)
+        world.recover(U0)
+        await asyncio.sleep(1)
+    assert world.told("Node") == [
+        ("n1", "GpuLost", f"GPU 0 ({U0}): {XID}"),
+        ("n1", "GpuRecovered", f"GPU 0 ({U0}): new containers may use it again"),
+    ]
+    assert world.told("Pod") == [
+        (
+            "a",
+            "GpuLost",
+            (
+                f"this pod holds GPU 0 ({U0}), which is lost: {XID}. It keeps it until it ends; "
+                "delete the pod if its work has failed"
+            ),
+        ),
+        ("a", "GpuRecovered", f"GPU 0 ({U0}), which this pod holds, works again"),
+    ]
+
+
+async def test_an_unhealthy_gpu_that_is_lost_afterwards_is_reported_twice() -> None:
+    """First the XID, then the card is gone: the second needs another remedy."""
+    world = World()
+    async with run(world):
+        world.fail(U0)
+        await asyncio.sleep(1)
+        world.fail(U0, "the driver no longer lists this GPU", lost=True)
+        await asyncio.sleep(1)
+        world.fail(U0)  # it is back, and waits to recover
+        await asyncio.sleep(1)
+    assert [reason for _, reason, _ in world.told("Node")] == ["GpuUnhealthy", "GpuLost"]
+    assert [reason for _, reason, _ in world.told("Pod")] == ["GpuUnhealthy", "GpuLost"]
+
+
+async def test_gpus_that_fail_together_share_one_event() -> None:
+    """A driver that stops takes all sixteen; sixteen events would say the same."""
+    world = World(tuple(gpu(number, f"GPU-{number}") for number in range(16)))
+    world.grants = []
+    async with run(world):
+        gpus = tuple(
+            msgspec.structs.replace(one, present=False, health=Health(ok=False, reason="no driver"))
+            for one in world.inventory.value.gpus
+        )
+        world.inventory.publish(Inventory(2, gpus))
+        await asyncio.sleep(1)
+    ((_, reason, text),) = world.told("Node")
+    assert reason == "GpuLost"
+    assert text.startswith("16 devices: GPU 0, GPU 1, ")
+    assert text.endswith(": no driver")
+
+
+async def test_a_gpu_that_fails_a_third_time_within_an_hour_flaps() -> None:
+    """Its failures are one event whose count grows, and so are its recoveries."""
+    world = World()
+    async with run(world):
+        for _ in range(5):
+            world.fail(U0)
+            await asyncio.sleep(300)
+            world.recover(U0)
+            await asyncio.sleep(300)
+    found = {
+        event["reason"]: event["count"]
+        for event in world.api.below("/api/v1/namespaces/default/events")
+        if event["involvedObject"]["kind"] == "Node"
+    }
+    assert found == {"GpuUnhealthy": 2, "GpuRecovered": 5, "GpuFlapping": 3}
+    assert len(world.api.requests) <= 20
+
+
+async def test_a_hung_driver_is_reported_once_and_when_it_answers() -> None:
+    """A hang makes no GPU unhealthy while the call concerns none."""
+    world = World()
+    async with run(world):
+        world.driver.state, world.driver.call, world.driver.gpu = NvmlState.HUNG, "measure", U1
+        await asyncio.sleep(60)
+        world.driver.state, world.driver.call = NvmlState.ANSWERING, ""
+        await asyncio.sleep(10)
+    assert world.told("Node") == [
+        (
+            "n1",
+            "GpuDriverHung",
+            (
+                f"the NVIDIA driver does not return from measure of GPU 1 ({U1}); see dmesg, the "
+                "node may need a reboot"
+            ),
+        ),
+        ("n1", "GpuDriverAnswering", "the NVIDIA driver answers again"),
+    ]
+
+
+async def test_a_missing_library_is_reported_until_it_is_there() -> None:
+    """Missing again later is news."""
+    world = World()
+    async with run(world):
+        world.libraries["hami-core"] = "there is no libvgpu.so"
+        await asyncio.sleep(60)
+        del world.libraries["hami-core"]
+        await asyncio.sleep(10)
+        world.libraries["hami-core"] = "there is no libvgpu.so"
+        await asyncio.sleep(100)
+    (event,) = world.api.below("/api/v1/namespaces/default/events")
+    assert (event["reason"], event["count"]) == ("GpuLibraryMissing", 2)
+    assert event["message"] == ("containers cannot be limited by hami-core: there is no libvgpu.so")
+
+
+async def test_a_pod_whose_name_is_learned_later_is_told_then() -> None:
+    """The kubelet's records name the owner of a grant a second after Allocate."""
+    world = World()
+    named = world.grants.pop(0)
+    world.grants.append(msgspec.structs.replace(named, owner=None))
+    async with run(world):
+        world.fail(U0)
+        await asyncio.sleep(10)
+        assert world.told("Pod") == []
+        world.grants[-1] = named
+        await asyncio.sleep(10)
+    assert [(name, reason) for name, reason, _ in world.told("Pod")] == [("a", "GpuUnhealthy")]
+
+
+async def test_an_instance_fails_alone_and_with_its_gpu() -> None:
+    """Alone it is named itself. With its GPU the Node reads of the GPU, and the pod of its
+    instance.
+    """
+    instance = MigInstance(M0, 0, 1, 0, "1g.5gb", 4864)
+    world = World((gpu(0, U0, mig=(instance,)),))
+    world.grants = [grant(1, "a", M0)]
+    dead = Health(ok=False, reason="XID 94")
+    named = f"MIG instance {M0} (1g.5gb) of GPU 0"
+
+    def publish(**changes: Any) -> None:
+        (card,) = world.inventory.value.gpus
+        card = msgspec.structs.replace(card, **changes)
+        world.inventory.publish(msgspec.structs.replace(world.inventory.value, gpus=(card,)))
+
+    async with run(world):
+        publish(mig_instances=(msgspec.structs.replace(instance, health=dead),))
+        await asyncio.sleep(1)
+        assert world.told("Node") == [("n1", "GpuUnhealthy", f"{named}: XID 94")]
+        publish(mig_instances=(instance,))
+        await asyncio.sleep(1)
+        publish(health=Health(ok=False, reason=XID))
+        await asyncio.sleep(1)
+    assert world.told("Node")[-1] == ("n1", "GpuUnhealthy", f"GPU 0 ({U0}): {XID}")
+    assert [(reason, named in text) for _, reason, text in world.told("Pod")] == [
+        ("GpuUnhealthy", True),
+        ("GpuRecovered", True),
+        ("GpuUnhealthy", True),
+    ]
+
+
+async def test_nothing_is_kept_of_pods_that_are_gone() -> None:
+    """A thousand pods may come and go beside a dead card."""
+    world = World()
+    events = gpu_events(world)
+    async with running(events.run(ignore), world.events.run(ignore)):
+        world.fail(U0)
+        await asyncio.sleep(10)
+        world.grants.clear()
+        await asyncio.sleep(10)
+    assert not events._on_pods
+    assert [reason for _, reason, _ in world.told("Pod")] == ["GpuUnhealthy"]

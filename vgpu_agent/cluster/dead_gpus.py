@@ -1,0 +1,108 @@
+"""The devices of this node that no new container may get, and the pods that hold one.
+
+Pure functions on plain values, for the parts of this package that report such devices to
+Kubernetes. A MIG instance that the node no longer has is not among them:
+`agent.records.missing_devices` reports its pods.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vgpu_agent.model import Gpu, Grant, Inventory, MigInstance
+    from vgpu_agent.pods import Pod, PodCache
+
+_NO_LONGER_ANSWERS = "it no longer answers"
+
+
+class DeadDevice(msgspec.Struct, frozen=True):
+    """A GPU or MIG instance that is lost or unhealthy.
+
+    Attributes:
+        uuid: its UUID.
+        name: its name in messages, e.g. ``GPU 0 (GPU-…)``.
+        why: one clause for people.
+        lost: its GPU no longer answers or is gone; otherwise it is present and unhealthy.
+        since: unix seconds of the change; 0 when it is not known.
+    """
+
+    uuid: str
+    name: str
+    why: str
+    lost: bool
+    since: float = 0.0
+
+
+def dead_devices(inventory: Inventory) -> dict[str, DeadDevice]:
+    """Return the lost and unhealthy devices by UUID. The instances of such a GPU are among them."""
+    found: dict[str, DeadDevice] = {}
+    for gpu in inventory.gpus:
+        of_gpu = _dead_gpu(gpu)
+        if of_gpu is not None:
+            found[gpu.uuid] = of_gpu
+        for instance in gpu.mig_instances:
+            dead = (
+                msgspec.structs.replace(of_gpu, uuid=instance.uuid, name=_name(gpu, instance))
+                if of_gpu is not None
+                else _dead_instance(gpu, instance)
+            )
+            if dead is not None:
+                found[instance.uuid] = dead
+    return found
+
+
+def pods_on(
+    dead: Mapping[str, DeadDevice], grants: Iterable[Grant], pods: PodCache
+) -> dict[str, tuple[Pod, dict[str, DeadDevice]]]:
+    """Return the pods that hold a dead device, by the API server's UID: the pod, and its dead
+    devices by UUID. Pods that the watch does not show are left out.
+    """
+    found: dict[str, tuple[Pod, dict[str, DeadDevice]]] = {}
+    if not dead:
+        return found
+    for grant in grants:
+        held = {share.device: dead[share.device] for share in grant.shares if share.device in dead}
+        if not held or (pod := pod_of(grant, pods)) is None or pod.ended:
+            continue
+        found.setdefault(pod.uid, (pod, {}))[1].update(held)
+    return found
+
+
+def pod_of(grant: Grant, pods: PodCache) -> Pod | None:
+    """Return the pod that holds the grant, as the watch shows it; None when it is not known."""
+    owner = grant.owner
+    if owner is None:
+        return None
+    if owner.pod_uid:
+        return pods.get(owner.pod_uid)
+    # Only pod-resources has named the container, and it knows no UIDs.
+    return pods.named(owner.namespace, owner.pod) if owner.pod else None
+
+
+def gpu_name(gpu: Gpu) -> str:
+    """Return the name of a GPU in messages."""
+    return f"GPU {gpu.index} ({gpu.uuid})"
+
+
+def _dead_gpu(gpu: Gpu) -> DeadDevice | None:
+    if gpu.present and gpu.health.ok:
+        return None
+    why = gpu.health.reason or _NO_LONGER_ANSWERS
+    return DeadDevice(gpu.uuid, gpu_name(gpu), why, lost=not gpu.present, since=gpu.health.since)
+
+
+def _dead_instance(gpu: Gpu, instance: MigInstance) -> DeadDevice | None:
+    health = instance.health
+    if health.ok:
+        return None
+    name = _name(gpu, instance)
+    return DeadDevice(instance.uuid, name, health.reason, lost=False, since=health.since)
+
+
+def _name(gpu: Gpu, instance: MigInstance) -> str:
+    return f"MIG instance {instance.uuid} ({instance.profile}) of GPU {gpu.index}"

@@ -1,0 +1,232 @@
+"""Kubernetes events about the health of GPUs: on our Node, and on the pods that hold a dead one.
+
+`kubectl describe node` then shows what the agent's log says, and the owner of a pod reads that its
+GPU has died without access to the node. Each change is one event. GPUs that change together for the
+same reason share one, because a driver that stops takes all of them. An event that repeats is the
+same event with a higher count (`events`), and a GPU that keeps failing must be quiet for longer
+each time (`gpu.health`), so a broken card cannot flood the API server.
+
+Built and run by `agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.cluster.dead_gpus import dead_devices, gpu_name, pods_on
+from vgpu_agent.concurrency import Versions
+from vgpu_agent.log import ChangeFilter
+from vgpu_agent.status import NvmlState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from vgpu_agent.cluster.dead_gpus import DeadDevice
+    from vgpu_agent.cluster.events import Events
+    from vgpu_agent.concurrency import Latest
+    from vgpu_agent.model import Grant, Inventory
+    from vgpu_agent.nodes import Node
+    from vgpu_agent.pods import PodCache
+    from vgpu_agent.status import NvmlStatus
+
+LOST, UNHEALTHY, RECOVERED, FLAPPING = "GpuLost", "GpuUnhealthy", "GpuRecovered", "GpuFlapping"
+HUNG, ANSWERING, LIBRARY_MISSING = "GpuDriverHung", "GpuDriverAnswering", "GpuLibraryMissing"
+
+# A GPU that fails so often within this time is flapping.
+_FLAPPING_FAILURES, _FLAPPING_SECONDS = 3, 3600.0
+# More GPUs than that are named by their indices alone, so that the reason fits into the message.
+_NAMED_IN_FULL = 2
+
+
+class _Dead(msgspec.Struct):
+    """The time in which a device is dead, from its failure to its recovery."""
+
+    name: str
+    lost: bool
+
+
+class GpuEvents:
+    """The comparison of the GPUs with those of the last look.
+
+    State: in memory only. A new agent raises the events of GPUs that are dead at its start.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        inventory: Latest[Inventory],
+        grants: Callable[[], Iterable[Grant]],
+        pods: PodCache,
+        node: Callable[[], Node | None],
+        *,
+        driver: Callable[[], NvmlStatus],
+        libraries: Callable[[], Mapping[str, str]] = dict,
+        look_seconds: float = 5.0,
+    ) -> None:
+        """Build it.
+
+        Args:
+            events: the queue of events.
+            inventory: the GPUs.
+            grants: the present grants.
+            pods: the pods of this node.
+            node: our Node, None before it was read.
+            driver: the state of the driver, which hangs without a new inventory.
+            libraries: isolation backend → why its library is missing on this node.
+            look_seconds: how often the driver, the libraries and the grants are looked at without a
+                change of the inventory; also the longest pause between heartbeats.
+        """
+        self._events, self._inventory, self._grants, self._pods = events, inventory, grants, pods
+        self._node, self._driver, self._libraries = node, driver, libraries
+        self._look_seconds = look_seconds
+        self._dead: dict[str, _Dead] = {}  # GPUs and instances, by UUID
+        # GPU → the last failures, in seconds of the event loop's clock
+        self._failures: dict[str, collections.deque[float]] = {}
+        # UID of a pod → its dead devices that were reported, by UUID
+        self._on_pods: dict[str, dict[str, _Dead]] = {}
+        self._hung = ""
+        self._missing = ChangeFilter()
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Raise events until cancelled; send a heartbeat at least every ``look_seconds``."""
+        while True:
+            beat()
+            versions = Versions(self._inventory)
+            self.look_once()
+            await versions.passed(timeout_seconds=self._look_seconds)
+
+    def look_once(self) -> None:
+        """Raise the events of all changes since the last call."""
+        if (node := self._node()) is None:
+            return
+        dead = dead_devices(self._inventory.value)
+        # Pods first: when too many events wait, the oldest are dropped, and those of the Node
+        # concern everybody.
+        self._look_at_pods(dead)
+        self._look_at_devices(node, dead)
+        self._look_at_driver(node)
+        for backend, why in self._libraries().items():
+            if self._missing.is_new(backend, why):
+                self._events.raise_event(
+                    node, LIBRARY_MISSING, f"containers cannot be limited by {backend}: {why}"
+                )
+        self._missing.keep_only(self._libraries())
+
+    # -- the Node ----------------------------------------------------------------------------------
+
+    def _look_at_devices(self, node: Node, dead: Mapping[str, DeadDevice]) -> None:
+        # (reason, why) → names, in the order of the inventory
+        failed: dict[tuple[str, str], list[str]] = {}
+        for device in self._reported(dead):
+            known = self._dead.get(device.uuid)
+            if known is None or (device.lost and not known.lost):
+                reason = self._reason(device, is_new=known is None)
+                failed.setdefault((reason, device.why), []).append(device.name)
+                self._dead[device.uuid] = _Dead(device.name, device.lost)
+        for (reason, why), names in failed.items():
+            self._events.raise_event(node, reason, f"{_joined(names)}: {why}")
+        recovered = [uuid for uuid in self._dead if uuid not in dead]
+        present = self._inventory.value.devices
+        names = [self._dead.pop(uuid).name for uuid in recovered if uuid in present]
+        for uuid in recovered:
+            self._dead.pop(uuid, None)  # an instance that was removed while it was unhealthy
+        if names:
+            self._events.raise_event(
+                node, RECOVERED, f"{_joined(names)}: new containers may use it again", "Normal"
+            )
+
+    def _reported(self, dead: Mapping[str, DeadDevice]) -> Iterable[DeadDevice]:
+        """Yield the dead devices that are reported by themselves: an instance that is dead because
+        its whole GPU is has no event of its own.
+        """
+        for gpu in self._inventory.value.gpus:
+            if gpu.uuid in dead:
+                yield dead[gpu.uuid]
+            else:
+                yield from (
+                    dead[instance.uuid] for instance in gpu.mig_instances if instance.uuid in dead
+                )
+
+    def _reason(self, device: DeadDevice, *, is_new: bool) -> str:
+        """Count the failure and return the event's reason."""
+        if device.lost:
+            return LOST
+        now = asyncio.get_running_loop().time()
+        failures = self._failures.setdefault(
+            device.uuid, collections.deque(maxlen=_FLAPPING_FAILURES)
+        )
+        if is_new:
+            failures.append(now)
+        flaps = len(failures) == _FLAPPING_FAILURES and now - failures[0] < _FLAPPING_SECONDS
+        return FLAPPING if flaps else UNHEALTHY
+
+    def _look_at_driver(self, node: Node) -> None:
+        status = self._driver()
+        if status.state is NvmlState.HUNG and status.call != self._hung:
+            self._hung = status.call
+            gpu = self._inventory.value.gpu(status.gpu)
+            about = f" of {gpu_name(gpu)}" if gpu is not None else ""
+            self._events.raise_event(
+                node,
+                HUNG,
+                f"the NVIDIA driver does not return from {status.call}{about}; see dmesg, the node "
+                "may need a reboot",
+            )
+        elif status.state is NvmlState.ANSWERING and self._hung:
+            self._hung = ""
+            self._events.raise_event(node, ANSWERING, "the NVIDIA driver answers again", "Normal")
+
+    # -- the pods ----------------------------------------------------------------------------------
+
+    def _look_at_pods(self, dead: Mapping[str, DeadDevice]) -> None:
+        on_dead = pods_on(dead, self._grants(), self._pods)
+        for uid, (pod, held) in on_dead.items():
+            known = self._on_pods.setdefault(uid, {})
+            failed: dict[tuple[bool, str], list[str]] = {}
+            for device in held.values():
+                before = known.get(device.uuid)
+                if before is None or (device.lost and not before.lost):
+                    known[device.uuid] = _Dead(device.name, device.lost)
+                    failed.setdefault((device.lost, device.why), []).append(device.name)
+            for (lost, why), names in failed.items():
+                self._events.raise_event(
+                    pod,
+                    LOST if lost else UNHEALTHY,
+                    f"this pod holds {_joined(names)}, which {'is lost' if lost else 'failed'}: "
+                    f"{why}. It keeps it until it ends; delete the pod if its work has failed",
+                )
+        for uid in list(self._on_pods):
+            self._recover(uid, on_dead[uid][1] if uid in on_dead else {}, dead)
+
+    def _recover(
+        self, uid: str, held: Mapping[str, DeadDevice], dead: Mapping[str, DeadDevice]
+    ) -> None:
+        """Raise the event of the devices of a pod that work again, and forget the others that it
+        no longer holds.
+        """
+        over = {
+            device: self._on_pods[uid].pop(device)
+            for device in [*self._on_pods[uid]]
+            if device not in held
+        }
+        if not self._on_pods[uid]:
+            del self._on_pods[uid]
+        present = self._inventory.value.devices
+        names = [
+            known.name for device, known in over.items() if device in present and device not in dead
+        ]
+        pod = next((pod for pod in self._pods.pods if pod.uid == uid), None) if names else None
+        if pod is not None and not pod.ended:
+            text = f"{_joined(names)}, which this pod holds, works again"
+            self._events.raise_event(pod, RECOVERED, text, "Normal")
+
+
+def _joined(names: list[str]) -> str:
+    """Join the names of devices; of many GPUs only the numbers."""
+    if len(names) <= _NAMED_IN_FULL:
+        return " and ".join(names)
+    return f"{len(names)} devices: {', '.join(name.partition(' (')[0] for name in names)}"

@@ -1,0 +1,35 @@
+"""Settings for the reports about GPUs in Kubernetes objects: the section ``nodeStatus``.
+
+Part of the schema in `settings`.
+"""
+
+# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
+# evaluates twice at each start.
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The health of the GPUs in Kubernetes objects. Each switch here makes the agent use the API
+    server, also where no family needs it.
+    """
+
+    events: Annotated[
+        Literal["auto", "always"],
+        Meta(
+            description=(
+                "Events on the Node when a GPU is lost, fails, flaps or recovers, when the driver "
+                "hangs, and when an isolation library is missing; and on the pods that hold such a "
+                "GPU. auto: where a family or another setting makes the agent use the API server. "
+                "always: also on nodes whose families do not need it."
+            )
+        ),
+    ] = "auto"
+
+    @property
+    def needs_api_server(self) -> bool:
+        """Tell whether a setting asks for reports that only the API server can show."""
+        return self.events == "always"
