@@ -67,7 +67,7 @@ class DesiredNode(msgspec.Struct, frozen=True):
         capacity: resource → quantity, in ``status.capacity`` as well as ``status.allocatable``
             (status subresource); None for a resource that must not be there. The kubelet goes on
             writing one for minutes after its plugin has gone, and leaves it at 0 for ever.
-        conditions: type → (status, reason, message).
+        conditions: type → (status, reason, message); None for a condition that must not be there.
         min_write_interval_seconds: annotation → the least seconds between two writes of it by the
             agent.
         guarded: annotations whose removal must fail when the Node has changed since it was read (a
@@ -77,7 +77,7 @@ class DesiredNode(msgspec.Struct, frozen=True):
     annotations: Mapping[str, str | None] = msgspec.field(default_factory=dict)
     labels: Mapping[str, str | None] = msgspec.field(default_factory=dict)
     capacity: Mapping[str, str | None] = msgspec.field(default_factory=dict)
-    conditions: Mapping[str, tuple[str, str, str]] = msgspec.field(default_factory=dict)
+    conditions: Mapping[str, tuple[str, str, str] | None] = msgspec.field(default_factory=dict)
     min_write_interval_seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
     guarded: frozenset[str] = frozenset()
 

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 
 from tests.cluster.fake_api import FakeApi, WatchedPods, pod, pod_at, pod_of
+from vgpu_agent.cluster.dead_gpus import GpuFacts
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.journal import Journal
@@ -56,6 +57,16 @@ class World:
         for name in "ab":
             self.api.put(pod_at(name), pod(name))
             self.pods.put(pod_of(self.api.objects[pod_at(name)]))
+
+    @property
+    def facts(self) -> GpuFacts:
+        """What the parts under test are built with."""
+        return GpuFacts(
+            self.inventory,
+            lambda: self.driver,
+            lambda: self.grants,
+            lambda: self.libraries,
+        )
 
     @staticmethod
     def now() -> float:

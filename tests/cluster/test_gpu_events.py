@@ -20,15 +20,7 @@ pytestmark = pytest.mark.looptime
 
 def gpu_events(world: World) -> GpuEvents:
     """The part under test."""
-    return GpuEvents(
-        world.events,
-        world.inventory,
-        lambda: world.grants,
-        world.pods,
-        lambda: world.node,
-        driver=lambda: world.driver,
-        libraries=lambda: world.libraries,
-    )
+    return GpuEvents(world.events, world.facts, world.pods, lambda: world.node)
 
 
 def run(world: World) -> contextlib.AbstractAsyncContextManager[None]:

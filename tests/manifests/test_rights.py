@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
+from vgpu_agent.cluster.gpu_status import CONDITION
 from vgpu_agent.cluster.recreation import TRIES
 from vgpu_agent.cluster.reviews import ACCESS_REVIEWS, TOKEN_REVIEWS
 from vgpu_agent.families.vgpu_manager import keys as vgpu_manager
@@ -246,3 +247,14 @@ def test_the_policy_of_pod_state_names_all_keys_and_those_who_write_them(
         ("CREATE", "pods"),
     }
     assert spec["failurePolicy"] == "Fail"
+
+
+def test_the_policy_allows_the_condition_of_the_gpus_and_no_other() -> None:
+    """With another one, a stolen token could tell the cluster that the node is not ready."""
+    policy = documents_of("components/own-node-only/policy.yaml")[0]
+    (expression,) = (
+        each["expression"]
+        for each in policy["spec"]["validations"]
+        if "conditions" in each["expression"]
+    )
+    assert re.findall(r'one\.type != "(\w+)"', expression) == [CONDITION] * 2

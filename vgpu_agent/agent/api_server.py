@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import concurrency
 from vgpu_agent.agent.remembered import Remembered, RememberedFile
-from vgpu_agent.cluster import api, decode, retrying, reviews
+from vgpu_agent.cluster import api, decode, gpu_status, retrying, reviews
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.credentials import credentials
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         Awaitable,
         Callable,
         Collection,
-        Iterable,
         Iterator,
         Mapping,
         Sequence,
@@ -55,15 +54,15 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.notices import Notices
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.cluster.client import ApiClient
-    from vgpu_agent.concurrency import Latest, Supervisor
+    from vgpu_agent.cluster.dead_gpus import GpuFacts
+    from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.plugin_files import PluginFile
     from vgpu_agent.families.spec import FamilySpec
     from vgpu_agent.journal import Journal
-    from vgpu_agent.model import Grant, Inventory
-    from vgpu_agent.nodes import Node, SentCounts
+    from vgpu_agent.nodes import DesiredNode, Node, SentCounts
     from vgpu_agent.pods import Pod
-    from vgpu_agent.status import NvmlStatus, WatchStatus, WriteFailure
+    from vgpu_agent.status import WatchStatus, WriteFailure
 
 # How long the start waits for the first list of Node and pods before it goes on with what it
 # knows.
@@ -343,13 +342,14 @@ class ClusterAccess:
         lists: Revision | None = None,
         withdrawn: Revision | None = None,
         counted: Callable[[int | None], None] = lambda _number: None,
+        gpus: GpuFacts | None = None,
     ) -> None:
         """Start to keep Node and pods in the families' desired state;
         ``tokens`` and ``starting`` as for `PodPublisher`.
 
         ``wake`` advances when that state may have changed. ``resources`` returns the names of what
         this agent offers, ``owned`` the family of each; ``sent``, ``lists``, ``withdrawn`` and
-        ``counted`` as for `AllocatableWriter`.
+        ``counted`` as for `AllocatableWriter`. Without ``gpus`` their health is not reported.
         """
         if self.client is None or self.nodes is None or not self.needed:
             return
@@ -358,11 +358,7 @@ class ClusterAccess:
             self.client,
             settings.node_name_or_hostname,
             self.nodes.node,
-            lambda node, now: (
-                allocator.cleanup(self._leaving_at)
-                if self._leaving_at
-                else allocator.desired_node(node, now)
-            ),
+            functools.partial(self._desired_node, allocator, gpus),
             wake,
             self._journal,
         )
@@ -427,30 +423,19 @@ class ClusterAccess:
             self._journal,
         )
         self._loop("pods failed while away", self.failed_pods.run)
+        if gpus is not None:
+            gpu_events = GpuEvents(self.events, gpus, self.pod_cache, lambda: self.node)
+            self._loop("events of GPUs", gpu_events.run)
 
-    def report_gpus(
-        self,
-        inventory: Latest[Inventory],
-        grants: Callable[[], Iterable[Grant]],
-        *,
-        driver: Callable[[], NvmlStatus],
-        libraries: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        """Start the events about the health of GPUs; arguments as for `GpuEvents`. Call it after
-        `start_writers`.
-        """
-        if self.events is None:
-            return
-        events = GpuEvents(
-            self.events,
-            inventory,
-            grants,
-            self.pod_cache,
-            lambda: self.node,
-            driver=driver,
-            libraries=libraries,
-        )
-        self._loop("events of GPUs", events.run)
+    def _desired_node(
+        self, allocator: Allocator, gpus: GpuFacts | None, node: Node, now: float
+    ) -> DesiredNode:
+        if self._leaving_at:
+            return allocator.cleanup(self._leaving_at).joined(gpu_status.cleanup(node))
+        desired_state = allocator.desired_node(node, now)
+        if gpus is None:
+            return desired_state
+        return desired_state.joined(gpu_status.desired_node(gpus, self._settings.node_status, node))
 
     def _rescued(self, owned: Mapping[str, str]) -> frozenset[str]:
         """Return those of the resources whose failed pods are evicted or created again

@@ -47,6 +47,7 @@ from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cdi.controller import CdiController
+from vgpu_agent.cluster.dead_gpus import GpuFacts
 from vgpu_agent.concurrency import Supervisor, first_of, unless
 from vgpu_agent.errors import HostFileError, SimulationError
 from vgpu_agent.families.registry import FAMILIES
@@ -443,12 +444,12 @@ class Agent:
             lists=self._offering.lists,
             withdrawn=self._ledger.withdrawn,
             counted=self._ledger.counted,
-        )
-        self._cluster.report_gpus(
-            self._watch.inventory,
-            lambda: self._ledger.grants,
-            driver=lambda: self._watch.status,
-            libraries=lambda: self._families.missing_libraries,
+            gpus=GpuFacts(
+                self._watch.inventory,
+                driver=lambda: self._watch.status,
+                grants=lambda: self._ledger.grants,
+                libraries=lambda: self._families.missing_libraries,
+            ),
         )
         await self._cluster.written_once(api_server.START_WAIT_SECONDS)
         self._mps.start()

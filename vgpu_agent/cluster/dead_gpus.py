@@ -1,23 +1,44 @@
 """The devices of this node that no new container may get, and the pods that hold one.
 
-Pure functions on plain values, for the parts of this package that report such devices to
+Pure functions on plain values, for `gpu_events` and `gpu_status`, which report such devices to
 Kubernetes. A MIG instance that the node no longer has is not among them:
 `agent.records.missing_devices` reports its pods.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
+    from vgpu_agent.concurrency import Latest
     from vgpu_agent.model import Gpu, Grant, Inventory, MigInstance
     from vgpu_agent.pods import Pod, PodCache
+    from vgpu_agent.status import NvmlStatus
 
 _NO_LONGER_ANSWERS = "it no longer answers"
+
+
+# A dataclass: it has a snapshot and functions, and is no plain value.
+@dataclasses.dataclass(frozen=True)
+class GpuFacts:
+    """The facts that this package needs about the GPUs and their holders.
+
+    Attributes:
+        inventory: the GPUs.
+        driver: returns the state of the driver, which may hang without a new inventory.
+        grants: returns the present grants.
+        libraries: returns isolation backend → why its library is missing on this node.
+    """
+
+    inventory: Latest[Inventory]
+    driver: Callable[[], NvmlStatus]
+    grants: Callable[[], Iterable[Grant]]
+    libraries: Callable[[], Mapping[str, str]] = dict
 
 
 class DeadDevice(msgspec.Struct, frozen=True):
@@ -54,6 +75,19 @@ def dead_devices(inventory: Inventory) -> dict[str, DeadDevice]:
             if dead is not None:
                 found[instance.uuid] = dead
     return found
+
+
+def separate_devices(inventory: Inventory) -> tuple[DeadDevice, ...]:
+    """Return the dead devices in the order of the inventory, without the instances of a GPU that is
+    dead as a whole.
+    """
+    dead, found = dead_devices(inventory), list[DeadDevice]()
+    for gpu in inventory.gpus:
+        if gpu.uuid in dead:
+            found.append(dead[gpu.uuid])
+        else:
+            found += [dead[one.uuid] for one in gpu.mig_instances if one.uuid in dead]
+    return tuple(found)
 
 
 def pods_on(

@@ -17,21 +17,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.cluster.dead_gpus import dead_devices, gpu_name, pods_on
+from vgpu_agent.cluster.dead_gpus import dead_devices, gpu_name, pods_on, separate_devices
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.status import NvmlState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
-    from vgpu_agent.cluster.dead_gpus import DeadDevice
+    from vgpu_agent.cluster.dead_gpus import DeadDevice, GpuFacts
     from vgpu_agent.cluster.events import Events
-    from vgpu_agent.concurrency import Latest
-    from vgpu_agent.model import Grant, Inventory
     from vgpu_agent.nodes import Node
     from vgpu_agent.pods import PodCache
-    from vgpu_agent.status import NvmlStatus
 
 LOST, UNHEALTHY, RECOVERED, FLAPPING = "GpuLost", "GpuUnhealthy", "GpuRecovered", "GpuFlapping"
 HUNG, ANSWERING, LIBRARY_MISSING = "GpuDriverHung", "GpuDriverAnswering", "GpuLibraryMissing"
@@ -58,30 +55,23 @@ class GpuEvents:
     def __init__(
         self,
         events: Events,
-        inventory: Latest[Inventory],
-        grants: Callable[[], Iterable[Grant]],
+        facts: GpuFacts,
         pods: PodCache,
         node: Callable[[], Node | None],
         *,
-        driver: Callable[[], NvmlStatus],
-        libraries: Callable[[], Mapping[str, str]] = dict,
         look_seconds: float = 5.0,
     ) -> None:
         """Build it.
 
         Args:
             events: the queue of events.
-            inventory: the GPUs.
-            grants: the present grants.
+            facts: the GPUs and their holders.
             pods: the pods of this node.
             node: our Node, None before it was read.
-            driver: the state of the driver, which hangs without a new inventory.
-            libraries: isolation backend → why its library is missing on this node.
             look_seconds: how often the driver, the libraries and the grants are looked at without a
                 change of the inventory; also the longest pause between heartbeats.
         """
-        self._events, self._inventory, self._grants, self._pods = events, inventory, grants, pods
-        self._node, self._driver, self._libraries = node, driver, libraries
+        self._events, self._facts, self._pods, self._node = events, facts, pods, node
         self._look_seconds = look_seconds
         self._dead: dict[str, _Dead] = {}  # GPUs and instances, by UUID
         # GPU → the last failures, in seconds of the event loop's clock
@@ -95,7 +85,7 @@ class GpuEvents:
         """Raise events until cancelled; send a heartbeat at least every ``look_seconds``."""
         while True:
             beat()
-            versions = Versions(self._inventory)
+            versions = Versions(self._facts.inventory)
             self.look_once()
             await versions.passed(timeout_seconds=self._look_seconds)
 
@@ -103,25 +93,25 @@ class GpuEvents:
         """Raise the events of all changes since the last call."""
         if (node := self._node()) is None:
             return
-        dead = dead_devices(self._inventory.value)
+        dead = dead_devices(self._facts.inventory.value)
         # Pods first: when too many events wait, the oldest are dropped, and those of the Node
         # concern everybody.
         self._look_at_pods(dead)
         self._look_at_devices(node, dead)
         self._look_at_driver(node)
-        for backend, why in self._libraries().items():
+        for backend, why in self._facts.libraries().items():
             if self._missing.is_new(backend, why):
                 self._events.raise_event(
                     node, LIBRARY_MISSING, f"containers cannot be limited by {backend}: {why}"
                 )
-        self._missing.keep_only(self._libraries())
+        self._missing.keep_only(self._facts.libraries())
 
     # -- the Node ----------------------------------------------------------------------------------
 
     def _look_at_devices(self, node: Node, dead: Mapping[str, DeadDevice]) -> None:
         # (reason, why) → names, in the order of the inventory
         failed: dict[tuple[str, str], list[str]] = {}
-        for device in self._reported(dead):
+        for device in separate_devices(self._facts.inventory.value):
             known = self._dead.get(device.uuid)
             if known is None or (device.lost and not known.lost):
                 reason = self._reason(device, is_new=known is None)
@@ -130,7 +120,10 @@ class GpuEvents:
         for (reason, why), names in failed.items():
             self._events.raise_event(node, reason, f"{_joined(names)}: {why}")
         recovered = [uuid for uuid in self._dead if uuid not in dead]
-        present = self._inventory.value.devices
+        present = self._facts.inventory.value.devices
+        # MIG instances come and go with ever new UUIDs.
+        for uuid in self._failures.keys() - present:
+            del self._failures[uuid]
         names = [self._dead.pop(uuid).name for uuid in recovered if uuid in present]
         for uuid in recovered:
             self._dead.pop(uuid, None)  # an instance that was removed while it was unhealthy
@@ -138,18 +131,6 @@ class GpuEvents:
             self._events.raise_event(
                 node, RECOVERED, f"{_joined(names)}: new containers may use it again", "Normal"
             )
-
-    def _reported(self, dead: Mapping[str, DeadDevice]) -> Iterable[DeadDevice]:
-        """Yield the dead devices that are reported by themselves: an instance that is dead because
-        its whole GPU is has no event of its own.
-        """
-        for gpu in self._inventory.value.gpus:
-            if gpu.uuid in dead:
-                yield dead[gpu.uuid]
-            else:
-                yield from (
-                    dead[instance.uuid] for instance in gpu.mig_instances if instance.uuid in dead
-                )
 
     def _reason(self, device: DeadDevice, *, is_new: bool) -> str:
         """Count the failure and return the event's reason."""
@@ -165,10 +146,10 @@ class GpuEvents:
         return FLAPPING if flaps else UNHEALTHY
 
     def _look_at_driver(self, node: Node) -> None:
-        status = self._driver()
+        status = self._facts.driver()
         if status.state is NvmlState.HUNG and status.call != self._hung:
             self._hung = status.call
-            gpu = self._inventory.value.gpu(status.gpu)
+            gpu = self._facts.inventory.value.gpu(status.gpu)
             about = f" of {gpu_name(gpu)}" if gpu is not None else ""
             self._events.raise_event(
                 node,
@@ -183,7 +164,7 @@ class GpuEvents:
     # -- the pods ----------------------------------------------------------------------------------
 
     def _look_at_pods(self, dead: Mapping[str, DeadDevice]) -> None:
-        on_dead = pods_on(dead, self._grants(), self._pods)
+        on_dead = pods_on(dead, self._facts.grants(), self._pods)
         for uid, (pod, held) in on_dead.items():
             known = self._on_pods.setdefault(uid, {})
             failed: dict[tuple[bool, str], list[str]] = {}
@@ -215,7 +196,7 @@ class GpuEvents:
         }
         if not self._on_pods[uid]:
             del self._on_pods[uid]
-        present = self._inventory.value.devices
+        present = self._facts.inventory.value.devices
         names = [
             known.name for device, known in over.items() if device in present and device not in dead
         ]

@@ -112,7 +112,7 @@ def with_conditions(
     Args:
         standing: the conditions of the Node as the API server has them; those of other writers stay
             as they are.
-        desired_state: ours, each (status, reason, message).
+        desired_state: ours, each (status, reason, message), or None to be removed.
         now: unix seconds; the transition time moves with the status only (API conventions,
             conditions).
     """
@@ -120,8 +120,13 @@ def with_conditions(
     by_type = {condition.get("type"): condition for condition in complete}
     changed = False
     for entry in desired_state:
-        status, reason, message = entry.desired
         condition = by_type.get(entry.key)
+        if entry.desired is None:
+            if condition is not None:
+                complete.remove(condition)
+                changed = True
+            continue
+        status, reason, message = entry.desired
         if condition is None:
             condition = {"type": entry.key}
             complete.append(condition)

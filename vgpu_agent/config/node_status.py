@@ -29,7 +29,17 @@ class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
         ),
     ] = "auto"
 
+    condition: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Set the condition `GPUHealthy` of the Node, in the form of node-problem-detector. "
+                "It is written only when it changes. Switched off, the agent removes it."
+            )
+        ),
+    ] = False
+
     @property
     def needs_api_server(self) -> bool:
         """Tell whether a setting asks for reports that only the API server can show."""
-        return self.events == "always"
+        return self.events == "always" or self.condition

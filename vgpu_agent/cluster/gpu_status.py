@@ -1,0 +1,75 @@
+"""The desired state of our Node as far as it follows from the health of the GPUs: the condition
+``GPUHealthy``.
+
+It has the form of node-problem-detector's conditions, so whatever acts on those can act on it. It
+is written when status, reason or message change, and never only to be refreshed: every node of a
+large cluster would cost a write every few minutes.
+
+Pure functions; `node_publisher` compares their result with the Node and writes the difference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cluster.dead_gpus import separate_devices
+from vgpu_agent.nodes import DesiredNode
+from vgpu_agent.status import NvmlState
+
+if TYPE_CHECKING:
+    from vgpu_agent.cluster.dead_gpus import GpuFacts
+    from vgpu_agent.config.node_status import NodeStatus
+    from vgpu_agent.nodes import Node
+
+CONDITION = "GPUHealthy"
+_HEALTHY, _LOST, _UNHEALTHY = "AllGpusHealthy", "GpuLost", "GpuUnhealthy"
+_NOT_ANSWERING, _HUNG, _MISSING, _NO_GPU = (
+    "GpuNotAnswering",
+    "DriverHung",
+    "DriverMissing",
+    "NoGpu",
+)
+# By these a condition of this agent is known from one of the same type of other software.
+_REASONS = frozenset({_HEALTHY, _LOST, _UNHEALTHY, _NOT_ANSWERING, _HUNG, _MISSING, _NO_GPU})
+# A message has no more devices than that. Kubernetes allows 32 KiB, people read a line.
+_NAMED = 4
+
+
+def desired_node(facts: GpuFacts, settings: NodeStatus, node: Node) -> DesiredNode:
+    """Return the desired state of our Node."""
+    if settings.condition:
+        return DesiredNode(conditions={CONDITION: condition(facts)})
+    return cleanup(node)
+
+
+def cleanup(node: Node) -> DesiredNode:
+    """Return the desired state of a Node that is to have nothing from here. A condition of the same
+    type that other software has written stays.
+    """
+    _, reason, _ = node.conditions.get(CONDITION, ("", "", ""))
+    return DesiredNode(conditions={CONDITION: None} if reason in _REASONS else {})
+
+
+def condition(facts: GpuFacts) -> tuple[str, str, str]:
+    """Return status, reason and message of the condition.
+
+    The status is Unknown while the driver does not say how the GPUs are, and False as soon as one
+    of them is known to be lost or unhealthy.
+    """
+    inventory, driver = facts.inventory.value, facts.driver()
+    dead = separate_devices(inventory)
+    if dead:
+        named = "; ".join(f"{device.name}: {device.why}" for device in dead[:_NAMED])
+        more = f"; and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
+        reason = _LOST if any(device.lost for device in dead) else _UNHEALTHY
+        return "False", reason, f"{named}{more}"
+    if driver.state is NvmlState.HUNG:
+        return "Unknown", _HUNG, f"the NVIDIA driver does not return from {driver.call}"
+    if inventory.failures:
+        return "False", _NOT_ANSWERING, "; ".join(inventory.failures[:_NAMED])
+    if inventory.gpus:
+        number = len(inventory.gpus)
+        return "True", _HEALTHY, f"{number} GPU{'s' if number > 1 else ''} can be used"
+    if driver.state in {NvmlState.MISSING, NvmlState.STARTING}:
+        return "Unknown", _MISSING, driver.last_error or "the NVIDIA driver has not been read yet"
+    return "Unknown", _NO_GPU, "the NVIDIA driver lists no GPU on this node"
