@@ -34,6 +34,7 @@ driver, the kubelet or the API server, so it is safe at any interval and during 
   `vgpu_agent_gpu_utilisation_ratio * on (gpu) group_left (index, name) vgpu_agent_gpu_info`.
 * Series are bounded: one a GPU, a resource, a loop, a watch, a kind of request, a family that has a
   GPU or waits for it, or a share that is held now; a pod's series vanish with the pod.
+  `vgpu_agent_share_seconds_total` stays an hour longer.
 * What the driver does not say is absent, not 0. Values that are read periodically keep their last
   reading; the two `…_age_seconds` metrics say how old it is.
 * `HostGPUMemoryUsage` and the other names of volcano-vgpu-device-plugin's monitor are there with
@@ -58,6 +59,9 @@ TAIL = """
 | How long does Allocate take? | `rate(vgpu_agent_allocate_seconds_sum[5m]) / rate(vgpu_agent_allocate_seconds_count[5m])` |
 | Does the driver hang? | `vgpu_agent_nvml_hung_seconds > 10` |
 | Did the ledger and kubelet disagree? | `increase(vgpu_agent_ledger_drift_total[15m]) > 0` |
+| What does a namespace owe for GPU-hours, from 30 days? | `sum by (namespace, resource) (increase(vgpu_agent_share_seconds_total[30d])) / 3600` |
+| Which XIDs has this cluster had? | `sum by (xid) (increase(vgpu_agent_gpu_xids_total[7d]))` |
+| How long do GPUs take to recover? | `histogram_quantile(0.9, sum by (le) (rate(vgpu_agent_gpu_recovery_seconds_bucket[7d])))` |
 | Is the ledger still verified? | `time() - vgpu_agent_ledger_verified_timestamp_seconds > 120` |
 | How long does PreStartContainer take? | `rate(vgpu_agent_pre_start_seconds_sum[5m]) / rate(vgpu_agent_pre_start_seconds_count[5m])` |
 | Are containers kept from starting? | `sum (vgpu_agent_refused_starts) > 0` |
@@ -95,7 +99,11 @@ there without the API server.
 def row(metric: Metric) -> str:
     """One line of the table."""
     labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
-    text = metric.help + (" Scraped as `_sum` and `_count`." if metric.kind is Kind.SUMMARY else "")
+    scraped = {
+        Kind.SUMMARY: " Scraped as `_sum` and `_count`.",
+        Kind.HISTOGRAM: " Scraped as `_bucket`, `_sum` and `_count`.",
+    }
+    text = metric.help + scraped.get(metric.kind, "")
     return f"| `{metric.name}` | {metric.kind} | {labels} | {text} |"
 
 

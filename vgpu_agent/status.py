@@ -8,8 +8,9 @@ are unix seconds.
 
 from __future__ import annotations
 
+import bisect
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -143,8 +144,66 @@ class XidSeen(msgspec.Struct, frozen=True):
     compute_instance: int | None = None
 
 
+class Histogram(msgspec.Struct):
+    """The counts of a Prometheus histogram.
+
+    Attributes:
+        bounds: the upper bounds of the buckets, ascending, without infinity.
+        counts: the number of values in each bucket alone, and in one more for all above.
+        total: the sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def of(cls, *bounds: float) -> Self:
+        """Make an empty histogram with these bounds."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+OTHER_XIDS = "other"
+_MAX_XIDS = 256  # of all GPUs together, each with its own code
+
+
+class GpuHistory(msgspec.Struct):
+    """The failures and recoveries of GPUs since the start.
+
+    Attributes:
+        xids: (UUID of the GPU, empty where the driver names none; the XID, or `OTHER_XIDS` for
+            codes beyond the first 256) → how many the driver has reported, ignored ones included.
+        transitions: (UUID, ``healthy``, ``unhealthy`` or ``lost``) → how often the GPU became so.
+        recovery_seconds: from the failure of a GPU to its recovery.
+    """
+
+    xids: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
+    transitions: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
+    recovery_seconds: Histogram = msgspec.field(
+        default_factory=lambda: Histogram.of(
+            30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0
+        )
+    )
+
+    def count_xid(self, gpu: str, code: int) -> None:
+        """Count an XID."""
+        key = gpu, str(code)
+        if key not in self.xids and len(self.xids) >= _MAX_XIDS:
+            key = "", OTHER_XIDS
+        self.xids[key] = self.xids.get(key, 0) + 1
+
+    def count_transition(self, gpu: str, state: str) -> None:
+        """Count a change of a GPU's state."""
+        self.transitions[gpu, state] = self.transitions.get((gpu, state), 0) + 1
+
+
 class NvmlStatus(msgspec.Struct):
-    """The NVML owner thread."""
+    """The NVML owner thread, and what it has seen of the GPUs."""
 
     state: NvmlState = NvmlState.STARTING
     call: str = ""  # while HUNG, the oldest call without an answer
@@ -157,6 +216,7 @@ class NvmlStatus(msgspec.Struct):
     library: str = ""
     # GPU → the latest XIDs on it since the agent started, ignored or not, the oldest first
     xids: dict[str, tuple[XidSeen, ...]] = msgspec.field(default_factory=dict)
+    history: GpuHistory = msgspec.field(default_factory=GpuHistory)
 
 
 class LedgerStatus(msgspec.Struct):
@@ -186,6 +246,8 @@ class LedgerStatus(msgspec.Struct):
     uses: tuple[GpuUse, ...] = ()  # which family each GPU serves, and which pods wait for it
     # resource → ids that are not granted now, and why
     held_back: dict[str, tuple[HeldBack, ...]] = msgspec.field(default_factory=dict)
+    # (namespace, pod, resource) → the amount that the pod held × seconds
+    share_seconds: Mapping[tuple[str, str, str], float] = msgspec.field(default_factory=dict)
 
 
 class MpsState(enum.StrEnum):

@@ -215,6 +215,29 @@ async def test_a_lost_gpu_recovers_when_it_answers_and_is_quiet(node: SimulatedN
         await watched.unhealthy(node.uuids[1])
 
 
+async def test_failures_and_recoveries_are_counted(node: SimulatedNode) -> None:
+    """Also XIDs that are ignored: a storm of a program's faults shows in the metrics."""
+    lost, ill = node.uuids[1], node.uuids[2]
+    async with watching(node) as watched:
+        node.lose(1)
+        node.xid(2, 79)
+        node.xid(2, 31)
+        node.xid(2, 31)
+        await watched.unhealthy(lost)
+        await watched.unhealthy(ill)
+        node.restore(1)
+        await watched.healthy(lost)
+        await watched.healthy(ill)
+        history = watched.watch.status.history
+        await eventually(lambda: history.xids.get((ill, "31")) == 2)
+
+        assert history.xids == {(ill, "79"): 1, (ill, "31"): 2}
+        assert history.transitions[lost, "lost"] == history.transitions[lost, "healthy"] == 1
+        assert history.transitions[ill, "unhealthy"] == history.transitions[ill, "healthy"] == 1
+        assert sum(history.recovery_seconds.counts) == 2
+        assert 0 < history.recovery_seconds.total < 2 * PATIENCE_SECONDS
+
+
 async def test_recovery_comes_when_the_quiet_time_ends_and_not_at_the_next_regular_poll(
     node: SimulatedNode,
 ) -> None:

@@ -40,6 +40,7 @@ from vgpu_agent.status import (
     BindingStatus,
     ClusterStatus,
     FamilyStatus,
+    GpuHistory,
     KubeletStatus,
     LedgerStatus,
     MpsState,
@@ -154,7 +155,12 @@ def node() -> AgentStatus:
         usage_at=NOW - 5,
         mps=(MpsStatus("nvidia.com/gpu", MpsState.RUNNING, clients=(4711,)),),
         nvml=NvmlStatus(
-            NvmlState.ANSWERING, calls=100, errors=2, hangs=1, library="libnvidia-ml.so.1"
+            NvmlState.ANSWERING,
+            calls=100,
+            errors=2,
+            hangs=1,
+            library="libnvidia-ml.so.1",
+            history=GpuHistory(xids={("GPU-1", "79"): 1}, transitions={("GPU-1", "unhealthy"): 1}),
         ),
         kubelet=KubeletStatus(
             "/var/lib/kubelet", socket_present=True, restarts_seen=1, records_read_at=NOW - 7
@@ -192,6 +198,7 @@ def node() -> AgentStatus:
             capacity={"GPU-0": 10, "MIG-1": 10},
             free={"nvidia.com/gpu": 9},
             sharing={"nvidia.com/gpu": "time-slicing"},
+            share_seconds={("ml", "train-0", "nvidia.com/gpu"): 90.5},
         ),
         tasks=(
             TaskReport(

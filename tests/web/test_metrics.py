@@ -50,6 +50,38 @@ def scrape(status: AgentStatus) -> dict[tuple[str, ...], float]:
     return found
 
 
+def test_the_times_to_recovery_are_a_histogram() -> None:
+    """Each bucket has all below it, and the last one all."""
+    status = AgentStatus(nvml=NvmlStatus())
+    for seconds in (1.0, 60.0, 61.0, 1_000_000.0):
+        status.nvml.history.recovery_seconds.add(seconds)
+    found = {
+        key[1:] or key: value
+        for key, value in scrape(status).items()
+        if key[0].startswith("vgpu_agent_gpu_recovery_seconds")
+    }
+    assert {key[0]: value for key, value in found.items()} == {
+        "le=30.0": 1,
+        "le=60.0": 2,
+        "le=120.0": 3,
+        **{f"le={bound}": 3 for bound in ("300.0", "600.0", "1800.0", "3600.0", "14400.0")},
+        "le=86400.0": 3,
+        "le=+Inf": 4,
+        "vgpu_agent_gpu_recovery_seconds_sum": 1_000_122.0,
+        "vgpu_agent_gpu_recovery_seconds_count": 4,
+    }
+
+
+def test_more_xids_than_a_driver_knows_do_not_fill_the_memory() -> None:
+    """The codes of a driver that writes nonsense are counted together."""
+    status = AgentStatus(nvml=NvmlStatus())
+    for code in range(10_000):
+        status.nvml.history.count_xid("GPU-0", code)
+    found = {key: value for key, value in scrape(status).items() if "xids" in key[0]}
+    assert len(found) == 257
+    assert found["vgpu_agent_gpu_xids_total", "gpu=", "xid=other"] == 10_000 - 256
+
+
 @pytest.mark.parametrize(
     ("series", "value"),
     [
@@ -317,8 +349,11 @@ def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 12, 10),)
     expected = set()
     for metric in catalogue():
-        suffixes = ("_sum", "_count") if metric.kind is Kind.SUMMARY else ("",)
+        both = metric.kind in {Kind.SUMMARY, Kind.HISTOGRAM}
+        suffixes = ("_sum", "_count") if both else ("",)
         expected |= {(metric.name + suffix, *sorted(metric.labels)) for suffix in suffixes}
+        if metric.kind is Kind.HISTOGRAM:
+            expected.add((f"{metric.name}_bucket", *sorted((*metric.labels, "le"))))
     assert {
         (name, *(label.partition("=")[0] for label in labels))
         for name, *labels in scrape(volcano_node)

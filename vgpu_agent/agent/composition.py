@@ -32,10 +32,12 @@ from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.agent.records import verification
+from vgpu_agent.agent.records.audit import AuditLog
 from vgpu_agent.agent.records.grant_files import GrantKeeping
 from vgpu_agent.agent.records.limits import LimitsWatch
 from vgpu_agent.agent.records.missing_devices import MissingDevices
 from vgpu_agent.agent.records.reader import KubeletRecordsReader
+from vgpu_agent.agent.records.share_seconds import ShareSeconds
 from vgpu_agent.agent.records.starting_pods import StartingPods
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.agent.reload import Reload
@@ -299,6 +301,17 @@ class Agent:
             inventory=lambda: self._watch.inventory.value,
             journal=self._journal,
         )
+        self._share_seconds = ShareSeconds(settings.state_directory, self._ledger)
+        self._audit = (
+            AuditLog(
+                settings.audit,
+                self._ledger,
+                inventory=lambda: self._watch.inventory.value,
+                journal=self._journal,
+            )
+            if settings.audit.file
+            else None
+        )
         self._usages = ContainerUsages(
             self._cluster.pod_cache,
             (HAMI_CORE.containers_directory(settings), earlier_in, DIRECTORY_BEFORE_1_12),
@@ -359,6 +372,7 @@ class Agent:
             ),
             unreadable_regions=lambda: self._usages.unreadable,
             mps=lambda: self._mps.statuses,
+            share_seconds=lambda: self._share_seconds.sums,
         )
         self.web = LateWeb(self._report.status, settings, self._cluster.may_get)
 
@@ -426,6 +440,7 @@ class Agent:
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
         await self._missing_devices.load_instances()
+        await self._share_seconds.load()
         await self._cdi.begin(settings, self._watch.inventory.value)
         await self._families.apply(settings)
         await self._know_holders()
@@ -481,6 +496,10 @@ class Agent:
                 + 2 * pod_resources.TIMEOUT_SECONDS
             ),
         )
+        # No heartbeats: a restart of the agent does not repair a disk that hangs.
+        self._supervisor.start("share seconds", self._share_seconds.run)
+        if self._audit is not None:
+            self._supervisor.start("audit log", self._audit.run)
         self._supervisor.start("configuration", self._reload.run)
         if self._cluster.connected:
             self._supervisor.start(
@@ -539,12 +558,25 @@ class Agent:
         except TimeoutError:
             _logger.warning("agent.drain_incomplete", after_seconds=SHUTDOWN_SECONDS)
         await self._mps.stop(SHUTDOWN_SECONDS)
+        await self._store_records()
         await self._cdi.withdraw()
         await self._cluster.withdraw(SHUTDOWN_SECONDS)
         await self._cluster.close()
         self._pod_resources.close()
         with contextlib.suppress(TimeoutError):
             await self._watch.stop(2 * nvml_thread.EVENT_WAIT_SECONDS)
+
+    async def _store_records(self) -> None:
+        """Write what the loops of records have not written yet; a disk that hangs delays the stop
+        by no more than `SHUTDOWN_SECONDS`.
+        """
+        await self._supervisor.stop("share seconds")
+        await self._supervisor.stop("audit log")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                await self._share_seconds.store()
+                if self._audit is not None:
+                    await self._audit.close()
 
     async def _simulate(self, directory: Path) -> None:
         try:

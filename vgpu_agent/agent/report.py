@@ -84,6 +84,7 @@ class Report:
     cdi: Callable[[], CdiStatus] = CdiStatus
     write_failures: Callable[[], tuple[WriteFailure, ...]] = tuple
     unreadable_regions: Callable[[], Mapping[str, str]] = dict
+    share_seconds: Callable[[], Mapping[tuple[str, str, str], float]] = dict
     # the reason why nothing is offered yet; empty once everything has been started
     starting: str = "the agent is starting"
 
@@ -166,6 +167,7 @@ class Report:
             drift_total=self.verification.drift_total,
             drift_last=self.verification.drift_last,
             verified_at=self.verification.verified_at,
+            share_seconds=self.share_seconds(),
         )
 
     def _cached_ledger_part(self) -> LedgerStatus:

@@ -19,6 +19,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from vgpu_agent.config.audit import Audit
 from vgpu_agent.config.binding import Binding, Cluster, Families
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.hami_core import HamiCore
@@ -271,7 +272,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
                 "Directory on the node for the data that a restart needs: `remembered.json`, the "
                 "data last read from the API server, so that a restart during an outage offers the "
                 "same resources; `slices.json`, the GPU of each MIG instance, for pods that still "
-                "hold an instance that was removed; and, with early binding, `grants/`, the answer "
+                "hold an instance that was removed; `share-seconds.json`, the sums of "
+                "`vgpu_agent_share_seconds_total`; and, with early binding, `grants/`, the answer "
                 "for each container. The directory may be lost at any time while the API server "
                 "answers."
             )
@@ -297,6 +299,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)
     node_status: NodeStatus = msgspec.field(default_factory=NodeStatus)
+    audit: Audit = msgspec.field(default_factory=Audit)
     hami_core: HamiCore = msgspec.field(default_factory=HamiCore)
     vgpu_control: VgpuControl = msgspec.field(default_factory=VgpuControl)
     web: Web = msgspec.field(default_factory=Web)

@@ -1,8 +1,8 @@
 """The differences between two inventories that are events in the journal, such as GPUs and MIG
-instances that came, went, became unhealthy or recovered.
+instances that came, went, became unhealthy or recovered; and their counts for metrics.
 
-`watch` and `tegra` call `record` for each inventory that they publish. It looks at nothing but the
-two. Each event has a fixed name.
+`watch` and `tegra` call `record` for each inventory that they publish, and `watch` calls `count`.
+Both look at nothing but the two. Each event has a fixed name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import Gpu, Health, Inventory, MigInstance, Remedy
+    from vgpu_agent.status import GpuHistory
+
+_HEALTHY, _UNHEALTHY, _LOST = "healthy", "unhealthy", "lost"
 
 
 def record(journal: Journal, old: Inventory, new: Inventory) -> None:
@@ -32,6 +35,27 @@ def record(journal: Journal, old: Inventory, new: Inventory) -> None:
         _record_gpu(journal, before, gpu)
         _record_layout(journal, before, gpu)
         _record_instances(journal, before, gpu)
+
+
+def count(history: GpuHistory, old: Inventory, new: Inventory) -> None:
+    """Count the GPUs that have changed their state, and the times to recovery."""
+    for gpu in new.gpus:
+        before = old.gpu(gpu.uuid)
+        was, now = _state(before), _state(gpu)
+        if was == now:
+            continue
+        history.count_transition(gpu.uuid, now)
+        if now == _HEALTHY and before is not None and not before.health.ok:
+            # The clock may have been set in between.
+            seconds = max(0.0, gpu.health.since - before.health.since)
+            history.recovery_seconds.add(seconds)
+
+
+def _state(gpu: Gpu | None) -> str:
+    """Return the state of a GPU; one that was not known before counts as healthy."""
+    if gpu is None or (gpu.present and gpu.health.ok):
+        return _HEALTHY
+    return _UNHEALTHY if gpu.present else _LOST
 
 
 def _record_gpu(journal: Journal, old: Gpu | None, new: Gpu) -> None:

@@ -369,6 +369,7 @@ class GpuWatch:
             )
             return
         counts = self._policy.counts(event.xid)
+        self._status.history.count_xid(event.gpu, event.xid)
         self._record_xid(event, event.xid, counts=counts)
         hit = [
             gpu
@@ -475,6 +476,7 @@ class GpuWatch:
         old = self.inventory.value
         if new != old:
             changes.record(self._journal, old, new)
+            changes.count(self._status.history, old, new)
             self.inventory.publish(msgspec.structs.replace(new, version=old.version + 1))
 
     # ---- time

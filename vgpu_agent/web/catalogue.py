@@ -143,6 +143,28 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.gpu_offered_again,
     ),
     Metric(
+        "vgpu_agent_gpu_health_transitions_total",
+        _C,
+        ("gpu", "state"),
+        "How often the GPU became healthy again, unhealthy, or lost, since the agent's start.",
+        readings.health_transitions,
+    ),
+    Metric(
+        "vgpu_agent_gpu_recovery_seconds",
+        Kind.HISTOGRAM,
+        (),
+        "Time from the failure of a GPU to its recovery, of all GPUs since the agent's start.",
+        *readings.histogram(lambda status: status.nvml.history.recovery_seconds),
+    ),
+    Metric(
+        "vgpu_agent_gpu_xids_total",
+        _C,
+        ("gpu", "xid"),
+        "XIDs that the driver has reported since the agent's start, ignored ones included; gpu is "
+        "empty where the driver names none, and xid is `other` beyond 256 different ones.",
+        readings.xids,
+    ),
+    Metric(
         "vgpu_agent_mig_instance_healthy",
         _G,
         _INSTANCE,
@@ -226,6 +248,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "common. namespace, pod and container are empty until the kubelet's records name them; "
         "device differs from gpu for a MIG instance.",
         readings.grant_info,
+    ),
+    Metric(
+        "vgpu_agent_share_seconds_total",
+        _C,
+        ("namespace", "pod", "resource"),
+        "The amount of the resource that the pod held, times the seconds; for chargeback. It "
+        "survives restarts of the agent, and stays for an hour after the pod's end.",
+        readings.share_seconds,
     ),
     Metric(
         "vgpu_agent_grants_on_missing_devices",

@@ -21,6 +21,7 @@ class Kind(enum.StrEnum):
     GAUGE = "gauge"
     COUNTER = "counter"
     SUMMARY = "summary"
+    HISTOGRAM = "histogram"
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -28,12 +29,14 @@ class Metric(msgspec.Struct, frozen=True):
 
     Attributes:
         name: as scraped; a counter ends in ``_total``, a summary is scraped as ``<name>_sum`` and
-            ``<name>_count``.
+            ``<name>_count``, a histogram also as ``<name>_bucket``.
         kind: its type.
         labels: label names, in the order of a row's label values.
         help: one sentence, with the unit where the name does not have it.
-        read: its rows; for a summary the sums.
-        read_count: a summary's counts.
+        read: its rows; for a summary and a histogram the sums.
+        read_count: the counts of a summary or a histogram.
+        read_buckets: a histogram's buckets, each with its upper bound as the last label value, and
+            the number of values up to it.
     """
 
     name: str
@@ -42,3 +45,4 @@ class Metric(msgspec.Struct, frozen=True):
     help: str
     read: Callable[[Moment], Iterable[Row]]
     read_count: Callable[[Moment], Iterable[Row]] | None = None
+    read_buckets: Callable[[Moment], Iterable[Row]] | None = None

@@ -89,7 +89,14 @@ def _metric_family(metric: Metric, moment: Moment) -> MetricFamily:
         metric.help,
         metric.kind.value,
     )
-    suffix = "_sum" if metric.kind is Kind.SUMMARY else ""
+    suffix = "_sum" if metric.kind in {Kind.SUMMARY, Kind.HISTOGRAM} else ""
+    if metric.read_buckets is not None:  # before the sum, as the text format has them
+        for values, value in metric.read_buckets(moment):
+            samples.add_sample(
+                metric.name + "_bucket",
+                dict(zip((*metric.labels, "le"), values, strict=True)),
+                float(value),
+            )
     for values, value in metric.read(moment):
         samples.add_sample(
             metric.name + suffix, dict(zip(metric.labels, values, strict=True)), float(value)

@@ -8,6 +8,7 @@ describes exists.
 from __future__ import annotations
 
 import collections
+import itertools
 import platform
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
     from vgpu_agent.concurrency import TaskReport
     from vgpu_agent.model import Gpu, GpuUsage
     from vgpu_agent.process import ProcessFacts
-    from vgpu_agent.status import AgentStatus, MpsStatus, PluginStatus, WatchStatus, WriterStatus
+    from vgpu_agent.status import (
+        AgentStatus,
+        Histogram,
+        MpsStatus,
+        PluginStatus,
+        WatchStatus,
+        WriterStatus,
+    )
 
 MIB = 1024 * 1024
 
@@ -73,6 +81,44 @@ def each_plugin(value: Callable[[PluginStatus], float]) -> Callable[[Moment], It
 def each_task(value: Callable[[TaskReport, float], float]) -> Callable[[Moment], Iterator[Row]]:
     """One series per loop of the agent."""
     return lambda moment: (((task.name,), value(task, moment.now)) for task in moment.status.tasks)
+
+
+def histogram(
+    name: Callable[[AgentStatus], Histogram],
+) -> tuple[Callable[[Moment], Iterator[Row]], ...]:
+    """Return the readers of a histogram without labels: of its sum, its count and its buckets."""
+
+    def buckets(moment: Moment) -> Iterator[Row]:
+        found = name(moment.status)
+        bounds = (*map(str, found.bounds), "+Inf")
+        yield from (
+            ((bound,), number)
+            for bound, number in zip(bounds, itertools.accumulate(found.counts), strict=True)
+        )
+
+    return (
+        one(lambda moment: name(moment.status).total),
+        one(lambda moment: sum(name(moment.status).counts)),
+        buckets,
+    )
+
+
+def xids(moment: Moment) -> Iterator[Row]:
+    """Yield the number of each XID of each GPU."""
+    yield from moment.status.nvml.history.xids.items()
+
+
+def health_transitions(moment: Moment) -> Iterator[Row]:
+    """Yield how often each GPU changed to each state; 0 for the states that it never had."""
+    counted = moment.status.nvml.history.transitions
+    for gpu in moment.status.inventory.gpus:
+        for state in ("healthy", "unhealthy", "lost"):
+            yield (gpu.uuid, state), counted.get((gpu.uuid, state), 0)
+
+
+def share_seconds(moment: Moment) -> Iterator[Row]:
+    """Yield what each pod held of each resource, times seconds."""
+    yield from moment.status.ledger.share_seconds.items()
 
 
 def build_info(moment: Moment) -> Iterator[Row]:
