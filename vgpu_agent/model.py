@@ -210,6 +210,7 @@ class Gpu(msgspec.Struct, frozen=True):
         mig_enabled: MIG mode is on; ``mig_instances`` may still be empty.
         mig_instances: those that could be read.
         mig_trouble: why some could not be read, with the remedy; empty when all could be.
+        mig_capable: the card supports MIG.
         present: False for a card that answered earlier and no longer does or is gone.
     """
 
@@ -226,6 +227,7 @@ class Gpu(msgspec.Struct, frozen=True):
     health: Health = Health()
     present: bool = True
     mig_trouble: str = ""
+    mig_capable: bool = False
 
     @property
     def integrated(self) -> bool:

@@ -56,6 +56,7 @@ def test_every_fact_of_a_gpu_is_read(node: SimulatedNode, nvml: Nvml) -> None:
         pci_bus_id="0000:17:00.0",
         numa_node=1,
         compute_capability=(8, 0),
+        mig_capable=True,
     )
     assert card.probe == Probe()
 

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import concurrency
 from vgpu_agent.agent.remembered import Remembered, RememberedFile
-from vgpu_agent.cluster import api, decode, gpu_status, retrying, reviews
+from vgpu_agent.cluster import api, decode, feature_labels, gpu_status, retrying, reviews
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.failed_pods import FailedPods
+from vgpu_agent.cluster.feature_labels import FeatureLabels
 from vgpu_agent.cluster.gpu_events import GpuEvents
 from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_copies import PodCopies
@@ -354,11 +355,16 @@ class ClusterAccess:
         if self.client is None or self.nodes is None or not self.needed:
             return
         settings = self._settings
+        labels = FeatureLabels(
+            gpus.labels if gpus and settings.node_status.feature_labels else None,
+            next(family.foreign_label for family in FAMILIES if family.foreign_label),
+            self._journal,
+        )
         self.node_publisher = NodePublisher(
             self.client,
             settings.node_name_or_hostname,
             self.nodes.node,
-            functools.partial(self._desired_node, allocator, gpus),
+            functools.partial(self._desired_node, allocator, gpus, labels),
             wake,
             self._journal,
         )
@@ -428,14 +434,25 @@ class ClusterAccess:
             self._loop("events of GPUs", gpu_events.run)
 
     def _desired_node(
-        self, allocator: Allocator, gpus: GpuFacts | None, node: Node, now: float
+        self,
+        allocator: Allocator,
+        gpus: GpuFacts | None,
+        labels: FeatureLabels,
+        node: Node,
+        now: float,
     ) -> DesiredNode:
         if self._leaving_at:
-            return allocator.cleanup(self._leaving_at).joined(gpu_status.cleanup(node))
+            return (
+                allocator.cleanup(self._leaving_at)
+                .joined(gpu_status.cleanup(node))
+                .joined(feature_labels.cleanup(node))
+            )
         desired_state = allocator.desired_node(node, now)
         if gpus is None:
             return desired_state
-        return desired_state.joined(gpu_status.desired_node(gpus, self._settings.node_status, node))
+        return desired_state.joined(
+            gpu_status.desired_node(gpus, self._settings.node_status, node)
+        ).joined(labels.desired_node(node))
 
     def _rescued(self, owned: Mapping[str, str]) -> frozenset[str]:
         """Return those of the resources whose failed pods are evicted or created again

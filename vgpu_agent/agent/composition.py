@@ -464,6 +464,7 @@ class Agent:
                 driver=lambda: self._watch.status,
                 grants=lambda: self._ledger.grants,
                 libraries=lambda: self._families.missing_libraries,
+                labels=self._families.node_labels,
             ),
         )
         await self._cluster.written_once(api_server.START_WAIT_SECONDS)

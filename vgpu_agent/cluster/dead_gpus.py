@@ -33,12 +33,14 @@ class GpuFacts:
         driver: returns the state of the driver, which may hang without a new inventory.
         grants: returns the present grants.
         libraries: returns isolation backend → why its library is missing on this node.
+        labels: returns the labels that describe the GPUs; None while no GPU answers.
     """
 
     inventory: Latest[Inventory]
     driver: Callable[[], NvmlStatus]
     grants: Callable[[], Iterable[Grant]]
     libraries: Callable[[], Mapping[str, str]] = dict
+    labels: Callable[[], Mapping[str, str] | None] = dict
 
 
 class DeadDevice(msgspec.Struct, frozen=True):

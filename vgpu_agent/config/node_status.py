@@ -39,7 +39,18 @@ class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
         ),
     ] = False
 
+    feature_labels: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Write the labels of GPU Feature Discovery that follow from the GPUs and from the "
+                "settings, such as `nvidia.com/gpu.product`. Where GPU Feature Discovery runs, the "
+                "agent leaves them to it. Switched off, the agent removes its own."
+            )
+        ),
+    ] = False
+
     @property
     def needs_api_server(self) -> bool:
         """Tell whether a setting asks for reports that only the API server can show."""
-        return self.events == "always" or self.condition
+        return self.events == "always" or self.condition or self.feature_labels

@@ -85,6 +85,8 @@ class BuiltFamily(msgspec.Struct, frozen=True):
         uses_library: the backend whose library its containers get; empty for none.
         limits: how that library limits them; None where it never does.
         services: the services of the agent that the library relies on.
+        node_labels: the GPUs → the labels that describe them on the Node, where the settings ask
+            for such labels; it returns None while no GPU answers.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
@@ -97,6 +99,7 @@ class BuiltFamily(msgspec.Struct, frozen=True):
     uses_library: str = ""
     limits: LibraryLimits | None = None
     services: LibraryServices = NO_SERVICES
+    node_labels: Callable[[Inventory], Mapping[str, str] | None] | None = None
 
 
 class MigTool(msgspec.Struct, frozen=True):
@@ -284,6 +287,8 @@ class FamilySpec(msgspec.Struct, frozen=True):
             pods.
         admission: options → the rules for its new pods; None where the webhook has nothing to do.
             It raises `ConfigError`.
+        foreign_label: the label of the Node by which a program is known that writes the same labels
+            as `BuiltFamily.node_labels`; empty where the family has none.
     """
 
     settings: FamilySettings
@@ -309,6 +314,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
     renamed: Callable[[Settings], Vocabulary] | None = None
     scheduling: SchedulingPart | None = None
     admission: Callable[[AdmissionOptions], AdmissionFamily] | None = None
+    foreign_label: str = ""
 
     @property
     def name(self) -> str:

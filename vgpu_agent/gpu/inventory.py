@@ -241,6 +241,7 @@ def _read_card(
         mig_enabled=instances.layout.enabled,
         mig_instances=instances.instances,
         mig_trouble=instances.trouble,
+        mig_capable=instances.layout.capable,
     )
     return Card(gpu, handle, _probe(nvml, handle), instances)
 

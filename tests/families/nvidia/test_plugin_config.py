@@ -304,7 +304,7 @@ def test_a_section_and_a_file_at_once_are_refused() -> None:
             "flags: {gfd: {oneshot: true}}\n",
             (
                 "v1.yaml:1: flags.gfd: belongs to gpu-feature-discovery and has no effect here; "
-                "keep gpu-feature-discovery running for its labels"
+                "keep gpu-feature-discovery running for its labels, or set nodeStatus.featureLabels"
             ),
         ),
         (

@@ -30,13 +30,14 @@ from vgpu_agent.isolation.backend import NO_SERVICES
 from vgpu_agent.isolation.mps import IN_CONTAINER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from vgpu_agent.agent.offers.control_nodes import ControlNodes
     from vgpu_agent.cdi.controller import CdiFound
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits, LibraryServices
     from vgpu_agent.isolation.mps import MpsView
+    from vgpu_agent.model import Inventory
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -68,6 +69,7 @@ class Built(msgspec.Struct, frozen=True):
         blocked: family → why its pods must not be started now.
         uses_libraries: the backends whose libraries some containers get.
         services: family → what the library of its containers asks of the agent.
+        node_labels: see `BuiltFamily`, of all families that have some.
     """
 
     families: Families
@@ -81,6 +83,7 @@ class Built(msgspec.Struct, frozen=True):
     blocked: Mapping[str, str] = msgspec.field(default_factory=dict)
     uses_libraries: frozenset[str] = frozenset()
     services: Mapping[str, LibraryServices] = msgspec.field(default_factory=dict)
+    node_labels: tuple[Callable[[Inventory], Mapping[str, str] | None], ...] = ()
 
 
 async def look(
@@ -171,6 +174,7 @@ def build(settings: Settings, found: Found) -> Built:
         {family.name: part.blocked for part in parts for family in part.by_pod if part.blocked},
         frozenset(part.uses_library for part in parts if part.uses_library),
         {name: part.services for name, part in part_of.items() if part.services != NO_SERVICES},
+        tuple(part.node_labels for part in parts if part.node_labels is not None),
     )
 
 

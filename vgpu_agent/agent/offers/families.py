@@ -100,6 +100,7 @@ class FamiliesInForce:
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
         self.missing_libraries: Mapping[str, str] = {}
+        self._node_labels: tuple[Callable[[Inventory], Mapping[str, str] | None], ...] = ()
         self._nodes = NONE_FOUND  # the control device nodes that the families were built with
         # resources that the last call of `_offer` could not offer
         self._refused: frozenset[str] = frozenset()
@@ -139,6 +140,15 @@ class FamiliesInForce:
             f"this node has no device for it: of its {len(gpus)} GPUs {divided or 'none'} in MIG "
             "mode"
         ), True
+
+    def node_labels(self) -> Mapping[str, str] | None:
+        """Return the labels that describe the GPUs on the Node; None while no GPU answers."""
+        found: dict[str, str] = {}
+        for labels in self._node_labels:
+            if (own := labels(self._inventory())) is None:
+                return None
+            found |= own
+        return found
 
     async def apply(self, settings: Settings) -> None:
         """Put ``settings`` in force.
@@ -216,7 +226,7 @@ class FamiliesInForce:
             self._allocator.revision.advance()  # the Node shows these settings, too
         self.in_force, self.origins, self.limits = built.in_force, built.origins, built.limits
         self._cluster.keep_texts(built.texts)
-        self._nodes = built.nodes
+        self._nodes, self._node_labels = built.nodes, built.node_labels
         if built.services != self.services.value:
             self.services.publish(built.services)
         self._choose_mode()

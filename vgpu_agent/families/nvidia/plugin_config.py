@@ -63,7 +63,7 @@ _OUR_KEYS: Final = {
 _STRATEGIES = "flags.plugin.deviceListStrategy"
 _FEATURE_DISCOVERY = (
     "belongs to gpu-feature-discovery and has no effect here; keep gpu-feature-discovery running "
-    "for its labels"
+    "for its labels, or set nodeStatus.featureLabels"
 )
 _IGNORED: Final = {
     "flags.useNodeFeatureAPI": _FEATURE_DISCOVERY,
