@@ -26,6 +26,7 @@ class Node:
         capacity: resource → quantity as text, extended resources only.
         allocatable: the same for what pods may ask for.
         conditions: type → (status, reason, message).
+        taints: key → its effects, separated by commas in alphabetical order.
         seen_at: annotation → unix seconds at which the watch first showed its present value;
             empty where the Node did not come from the watch.
     """
@@ -40,6 +41,7 @@ class Node:
     allocatable: Mapping[str, str] = dataclasses.field(default_factory=dict)
     conditions: Mapping[str, tuple[str, str, str]] = dataclasses.field(default_factory=dict)
     resource_version: str = ""
+    taints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     seen_at: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
 
@@ -68,6 +70,7 @@ class DesiredNode(msgspec.Struct, frozen=True):
             (status subresource); None for a resource that must not be there. The kubelet goes on
             writing one for minutes after its plugin has gone, and leaves it at 0 for ever.
         conditions: type → (status, reason, message); None for a condition that must not be there.
+        taints: key → effect; None for a key without a taint.
         min_write_interval_seconds: annotation → the least seconds between two writes of it by the
             agent.
         guarded: annotations whose removal must fail when the Node has changed since it was read (a
@@ -80,6 +83,7 @@ class DesiredNode(msgspec.Struct, frozen=True):
     conditions: Mapping[str, tuple[str, str, str] | None] = msgspec.field(default_factory=dict)
     min_write_interval_seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
     guarded: frozenset[str] = frozenset()
+    taints: Mapping[str, str | None] = msgspec.field(default_factory=dict)
 
     def joined(self, other: DesiredNode) -> DesiredNode:
         """Merge both; for a key that is in both, ``other`` wins."""
@@ -90,4 +94,5 @@ class DesiredNode(msgspec.Struct, frozen=True):
             {**self.conditions, **other.conditions},
             {**self.min_write_interval_seconds, **other.min_write_interval_seconds},
             self.guarded | other.guarded,
+            {**self.taints, **other.taints},
         )

@@ -231,6 +231,7 @@ def node_of(thing: Mapping[str, Any]) -> Node:
             for one in status.get("conditions", [])
         },
         resource_version=metadata["resourceVersion"],
+        taints={taint["key"]: taint["effect"] for taint in thing.get("spec", {}).get("taints", ())},
     )
 
 

@@ -209,6 +209,14 @@ def test_a_node_has_versions_amounts_and_conditions() -> None:
                     "annotations": {"a": "1"},
                     "labels": {"b": "2"},
                 },
+                "spec": {
+                    "podCIDR": "10.0.0.0/24",
+                    "taints": [
+                        {"key": "a", "effect": "NoSchedule"},
+                        {"key": "b", "value": "1", "effect": "NoSchedule"},
+                        {"key": "a", "effect": "NoExecute"},
+                    ],
+                },
                 "status": {
                     "capacity": {"cpu": "8", "volcano.sh/gpu-number": "2"},
                     "allocatable": {"cpu": "8", "volcano.sh/gpu-number": "1"},
@@ -228,6 +236,7 @@ def test_a_node_has_versions_amounts_and_conditions() -> None:
         {"volcano.sh/gpu-number": "1"},
     )
     assert node.conditions == {"Ready": ("True", "KubeletReady", "")}
+    assert node.taints == {"a": "NoExecute,NoSchedule", "b": "NoSchedule"}
 
 
 def test_what_cannot_be_read_is_named() -> None:

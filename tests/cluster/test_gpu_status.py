@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from tests.cluster.fake_api import NODE, WatchedNode, node, running
 from tests.cluster.gpu_world import U0, U1, XID, World, gpu, ignore
 from vgpu_agent.cluster import gpu_status
-from vgpu_agent.cluster.gpu_status import CONDITION, condition
+from vgpu_agent.cluster.gpu_status import CONDITION, TAINT, condition
 from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.node_status import NodeStatus
@@ -32,7 +33,7 @@ class Published:
             world.api,
             "n1",
             self.watched.latest,
-            lambda node, _now: gpu_status.desired_node(world.facts, self.settings, node),
+            lambda node, now: gpu_status.desired_node(world.facts, self.settings, node, now),
             self.wake,
             world.journal,
             world.now,
@@ -48,6 +49,12 @@ class Published:
         """Return the Node's conditions by type."""
         found = self.world.api.objects[NODE]["status"]["conditions"]
         return {one["type"]: one for one in found}
+
+    @property
+    def taints(self) -> list[dict[str, Any]]:
+        """Return the Node's taints."""
+        found: list[dict[str, Any]] = self.world.api.objects[NODE].get("spec", {}).get("taints", [])
+        return found
 
     @property
     def patches(self) -> int:
@@ -144,3 +151,87 @@ async def test_the_message_of_many_dead_gpus_is_short() -> None:
     _, _, message = condition(world.facts)
     assert message.endswith("; and 12 more")
     assert len(message) < 400
+
+
+TAINTED = NodeStatus(taint="NoSchedule")
+OURS = {"key": TAINT, "effect": "NoSchedule"}
+THEIRS = {"key": "example.com/maintenance", "effect": "NoExecute", "value": "today"}
+
+
+async def test_a_node_whose_gpus_have_all_failed_is_tainted_until_one_is_back() -> None:
+    """Not for a moment, and not while one of two works. Taints of others stay."""
+    published = Published(World(), TAINTED)
+    published.world.api.change(NODE, {"spec": {"taints": [THEIRS]}})
+    async with published.run():
+        published.world.fail(U0)
+        await asyncio.sleep(300)
+        assert published.taints == [THEIRS]
+        published.world.fail(U1, lost=True)
+        await asyncio.sleep(50)
+        assert published.taints == [THEIRS]
+        await asyncio.sleep(25)
+        assert published.taints == [THEIRS, OURS]
+        published.world.recover(U1)
+        await asyncio.sleep(20)
+        assert published.taints == [THEIRS]
+    assert published.patches == 2
+
+
+async def test_a_taint_that_another_client_sets_at_the_same_moment_is_kept() -> None:
+    """The list is replaced as a whole, so the write depends on the version that was read."""
+    published = Published(World(), TAINTED)
+    published.world.fail(U0)
+    published.world.fail(U1)
+    api, get = published.world.api, published.world.api.get
+
+    async def get_and_then_another_taint(
+        path: str, params: Mapping[str, str] | None = None
+    ) -> bytes:
+        answer = await get(path, params)
+        if "spec" not in api.objects[NODE]:
+            api.change(NODE, {"spec": {"taints": [THEIRS]}})
+        return answer
+
+    api.get = get_and_then_another_taint  # type: ignore[method-assign] # a race on purpose
+    async with published.run():
+        await asyncio.sleep(100)
+    assert published.taints == [THEIRS, OURS]
+
+
+async def test_a_restart_without_any_gpu_leaves_the_taint_as_it_was() -> None:
+    """The driver does not list lost GPUs, and a node without GPUs must not be tainted."""
+    world = World()
+    world.inventory.publish(Inventory(2, ()))
+    for standing in ([OURS], []):
+        published = Published(world, TAINTED)
+        published.world.api.change(NODE, {"spec": {"taints": standing}})
+        async with published.run():
+            await asyncio.sleep(300)
+        assert published.taints == standing
+
+
+async def test_another_effect_replaces_the_taint_and_switched_off_it_goes() -> None:
+    """Two taints of one key would be left otherwise."""
+    published = Published(World(), TAINTED)
+    published.world.fail(U0)
+    published.world.fail(U1)
+    async with published.run():
+        await asyncio.sleep(100)
+        published.settings = NodeStatus(taint="NoExecute")
+        published.wake.advance()
+        await asyncio.sleep(20)
+        assert published.taints == [{"key": TAINT, "effect": "NoExecute"}]
+        published.settings = NodeStatus()
+        published.wake.advance()
+        await asyncio.sleep(20)
+        assert published.taints == []
+
+
+async def test_no_taint_is_written_unless_it_is_asked_for() -> None:
+    """A node that is drained for every failed card would surprise."""
+    published = Published(World(), NodeStatus())
+    published.world.fail(U0)
+    published.world.fail(U1)
+    async with published.run():
+        await asyncio.sleep(600)
+    assert published.patches == 0

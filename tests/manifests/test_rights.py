@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
-from vgpu_agent.cluster.gpu_status import CONDITION
+from vgpu_agent.cluster.gpu_status import CONDITION, TAINT
 from vgpu_agent.cluster.recreation import TRIES
 from vgpu_agent.cluster.reviews import ACCESS_REVIEWS, TOKEN_REVIEWS
 from vgpu_agent.families.vgpu_manager import keys as vgpu_manager
@@ -258,3 +258,16 @@ def test_the_policy_allows_the_condition_of_the_gpus_and_no_other() -> None:
         if "conditions" in each["expression"]
     )
     assert re.findall(r'one\.type != "(\w+)"', expression) == [CONDITION] * 2
+
+
+def test_the_policy_and_the_tolerations_know_the_taint(objects: dict[str, Any]) -> None:
+    """An agent that does not tolerate its own taint could not come back to remove it."""
+    policy = documents_of("components/own-node-only/policy.yaml")[0]
+    (expression,) = (
+        each["expression"]
+        for each in policy["spec"]["validations"]
+        if "taints" in each["expression"]
+    )
+    assert re.findall(r'one\.key != "([^"]+)"', expression) == [TAINT] * 2
+    tolerations = objects["DaemonSet"]["spec"]["template"]["spec"]["tolerations"]
+    assert {"key": TAINT, "operator": "Exists"} in tolerations

@@ -451,7 +451,7 @@ class ClusterAccess:
         if gpus is None:
             return desired_state
         return desired_state.joined(
-            gpu_status.desired_node(gpus, self._settings.node_status, node)
+            gpu_status.desired_node(gpus, self._settings.node_status, node, now)
         ).joined(labels.desired_node(node))
 
     def _rescued(self, owned: Mapping[str, str]) -> frozenset[str]:

@@ -168,6 +168,15 @@ class _Condition(_Struct):
     message: str | None = None
 
 
+class _Taint(_Struct):
+    key: str = ""
+    effect: str = ""
+
+
+class _NodeSpec(_Struct):
+    taints: list[_Taint] | None = None
+
+
 class _NodeStatus(_Struct):
     capacity: _Amounts | None = None
     allocatable: _Amounts | None = None
@@ -177,6 +186,7 @@ class _NodeStatus(_Struct):
 
 class _Node(_Struct):
     metadata: _Metadata
+    spec: _NodeSpec | None = None
     status: _NodeStatus | None = None
 
 
@@ -361,7 +371,15 @@ def node(raw: Json) -> Node:
             for one in status.conditions or ()
         },
         resource_version=metadata.resource_version,
+        taints=_taints(read.spec),
     )
+
+
+def _taints(spec: _NodeSpec | None) -> dict[str, str]:
+    effects: dict[str, set[str]] = {}
+    for taint in (spec.taints if spec is not None else None) or ():
+        effects.setdefault(taint.key, set()).add(taint.effect)
+    return {key: ",".join(sorted(found)) for key, found in effects.items()}
 
 
 def config_map(raw: Json) -> Mapping[str, str]:

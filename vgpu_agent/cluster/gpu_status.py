@@ -1,9 +1,11 @@
 """The desired state of our Node as far as it follows from the health of the GPUs: the condition
-``GPUHealthy``.
+``GPUHealthy``, and the taint of a node that has no usable GPU.
 
-It has the form of node-problem-detector's conditions, so whatever acts on those can act on it. It
+The condition has the form of node-problem-detector's, so whatever acts on those can act on it. It
 is written when status, reason or message change, and never only to be refreshed: every node of a
 large cluster would cost a write every few minutes.
+
+The taint has a key of the agent's own, so one that stands there is always the agent's.
 
 Pure functions; `node_publisher` compares their result with the Node and writes the difference.
 """
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from vgpu_agent.cluster.dead_gpus import separate_devices
 from vgpu_agent.nodes import DesiredNode
 from vgpu_agent.status import NvmlState
@@ -19,9 +23,14 @@ from vgpu_agent.status import NvmlState
 if TYPE_CHECKING:
     from vgpu_agent.cluster.dead_gpus import GpuFacts
     from vgpu_agent.config.node_status import NodeStatus
+    from vgpu_agent.model import Inventory
     from vgpu_agent.nodes import Node
 
 CONDITION = "GPUHealthy"
+TAINT = "vgpu-agent.internal/no-usable-gpu"
+# A driver that is reloaded takes its GPUs away for less. With the effect NoExecute, the taint ends
+# every pod of the node.
+TAINT_AFTER_SECONDS = 60.0
 _HEALTHY, _LOST, _UNHEALTHY = "AllGpusHealthy", "GpuLost", "GpuUnhealthy"
 _NOT_ANSWERING, _HUNG, _MISSING, _NO_GPU = (
     "GpuNotAnswering",
@@ -35,11 +44,15 @@ _REASONS = frozenset({_HEALTHY, _LOST, _UNHEALTHY, _NOT_ANSWERING, _HUNG, _MISSI
 _NAMED = 4
 
 
-def desired_node(facts: GpuFacts, settings: NodeStatus, node: Node) -> DesiredNode:
-    """Return the desired state of our Node."""
+def desired_node(facts: GpuFacts, settings: NodeStatus, node: Node, now: float) -> DesiredNode:
+    """Return the desired state of our Node at ``now``, in unix seconds."""
+    desired_state = cleanup(node)
     if settings.condition:
-        return DesiredNode(conditions={CONDITION: condition(facts)})
-    return cleanup(node)
+        desired_state = desired_state.joined(DesiredNode(conditions={CONDITION: condition(facts)}))
+    if settings.taint != "none":
+        taints = _taints(facts.inventory.value, settings.taint, now)
+        desired_state = msgspec.structs.replace(desired_state, taints=taints)
+    return desired_state
 
 
 def cleanup(node: Node) -> DesiredNode:
@@ -47,7 +60,21 @@ def cleanup(node: Node) -> DesiredNode:
     type that other software has written stays.
     """
     _, reason, _ = node.conditions.get(CONDITION, ("", "", ""))
-    return DesiredNode(conditions={CONDITION: None} if reason in _REASONS else {})
+    return DesiredNode(
+        conditions={CONDITION: None} if reason in _REASONS else {},
+        taints={TAINT: None} if TAINT in node.taints else {},
+    )
+
+
+def _taints(inventory: Inventory, effect: str, now: float) -> dict[str, str | None]:
+    """Return the taint, None for it as soon as a GPU is usable, and nothing where the present one
+    stays: the GPUs have been unusable for a moment only, or none is known. After a restart the
+    driver does not list lost GPUs, and on a node without GPUs it never did.
+    """
+    if any(gpu.present and gpu.health.ok for gpu in inventory.gpus):
+        return {TAINT: None}
+    since = max((gpu.health.since for gpu in inventory.gpus), default=now)
+    return {TAINT: effect} if now - since >= TAINT_AFTER_SECONDS else {}
 
 
 def condition(facts: GpuFacts) -> tuple[str, str, str]:

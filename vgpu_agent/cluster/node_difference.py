@@ -29,6 +29,7 @@ class Section(enum.StrEnum):
     CAPACITY = "capacity"
     ALLOCATABLE = "allocatable"
     CONDITIONS = "conditions"
+    TAINTS = "taints"
 
 
 class DesiredEntry(msgspec.Struct, frozen=True):
@@ -81,6 +82,8 @@ def compared(node: Node, desired_state: DesiredNode) -> Iterator[DesiredEntry]:
         )
     for kind, condition in desired_state.conditions.items():
         yield DesiredEntry(Section.CONDITIONS, kind, node.conditions.get(kind), condition)
+    for key, effect in desired_state.taints.items():
+        yield DesiredEntry(Section.TAINTS, key, node.taints.get(key), effect)
 
 
 def metadata_patch(
@@ -146,6 +149,28 @@ def with_conditions(
             "lastHeartbeatTime": timestamp(now),
         }
     return complete if changed else None
+
+
+def with_taints(
+    standing: Sequence[Mapping[str, Any]], desired_state: Iterable[DesiredEntry]
+) -> list[dict[str, Any]] | None:
+    """Join the taints with ours, because a merge patch replaces the whole list;
+    None when all are there already.
+
+    Args:
+        standing: the taints of the Node as the API server has them; those of other keys stay as
+            they are.
+        desired_state: ours, each an effect, or None to be removed.
+    """
+    complete = [dict(taint) for taint in standing]
+    for entry in desired_state:
+        ours = [taint for taint in complete if taint.get("key") == entry.key]
+        if [taint.get("effect") for taint in ours] == ([entry.desired] if entry.desired else []):
+            continue
+        complete = [taint for taint in complete if taint.get("key") != entry.key]
+        if entry.desired is not None:
+            complete.append({"key": entry.key, "effect": entry.desired})
+    return complete if complete != list(standing) else None
 
 
 def same_quantity(one: str, other: str) -> bool:

@@ -25,6 +25,7 @@ from vgpu_agent.cluster.node_difference import (
     compared,
     metadata_patch,
     with_conditions,
+    with_taints,
 )
 from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent, slow_seconds
 from vgpu_agent.cluster.write_history import WriteHistory
@@ -60,22 +61,27 @@ class _Metadata(msgspec.Struct, rename="camel"):
     resource_version: str = ""
 
 
+class _Spec(msgspec.Struct):
+    taints: list[dict[str, Any]] | None = None
+
+
 class _Status(msgspec.Struct):
     conditions: list[dict[str, Any]] = []
 
 
 class _NodeAnswer(msgspec.Struct):
-    """The fields of a Node that are needed to write its conditions."""
+    """The fields of a Node that are needed to write its conditions and taints."""
 
     metadata: _Metadata
+    spec: _Spec = msgspec.field(default_factory=_Spec)
     status: _Status = msgspec.field(default_factory=_Status)
 
 
 class NodePublisher:
     """The writer of our Node; one for the process.
 
-    Four kinds of write may fail independently: guarded removals (of annotations, only if the Node
-    is as it was seen), metadata, quantities and conditions (status subresource).
+    Five kinds of write may fail independently: guarded removals (of annotations, only if the Node
+    is as it was seen), metadata, quantities and conditions (status subresource), and taints.
 
     State: the latest writes and failures. A crash between two writes leaves a difference, which the
     next start sees.
@@ -122,7 +128,8 @@ class NodePublisher:
         self._journal = journal
         self._write_history = WriteHistory()
         self._backoffs = {
-            kind: Backoff() for kind in ("guarded", "metadata", "quantities", "conditions")
+            kind: Backoff()
+            for kind in ("guarded", "metadata", "quantities", "conditions", "taints")
         }
         # entry → value that the API server does not accept, until when it is left alone
         self._refused: dict[str, tuple[Any, float]] = {}
@@ -283,6 +290,7 @@ class NodePublisher:
             entry for entry in due if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}
         ]
         conditions = [entry for entry in due if entry.section is Section.CONDITIONS]
+        taints = [entry for entry in due if entry.section is Section.TAINTS]
         path = node_path(self._name)
         left = []
         # Guarded removals first: any other write of ours would change the version that they need.
@@ -296,6 +304,8 @@ class NodePublisher:
             )
         if conditions and not await self._write_conditions(path, conditions):
             left += conditions
+        if taints and not await self._write_taints(path, taints):
+            left += taints
         return left
 
     async def _patch(
@@ -372,21 +382,48 @@ class NodePublisher:
         """Write our conditions together with those of others, because a merge patch replaces the
         whole list; return whether ours are there then.
         """
-        if self._backoffs["conditions"].seconds_left:
+
+        def status(answer: _NodeAnswer) -> dict[str, Any] | None:
+            found = with_conditions(answer.status.conditions, desired_state, self._clock())
+            return None if found is None else {"status": {"conditions": found}}
+
+        return await self._rewrite(
+            "conditions", "patch nodes/status", path, path + "/status", desired_state, status
+        )
+
+    async def _write_taints(self, path: str, desired_state: Sequence[DesiredEntry]) -> bool:
+        """Write our taints together with those of others; return whether ours are there then."""
+
+        def spec(answer: _NodeAnswer) -> dict[str, Any] | None:
+            found = with_taints(answer.spec.taints or (), desired_state)
+            return None if found is None else {"spec": {"taints": found or None}}
+
+        return await self._rewrite("taints", "patch nodes", path, path, desired_state, spec)
+
+    async def _rewrite(
+        self,
+        kind: str,
+        permission: str,
+        path: str,
+        target: str,
+        desired_state: Sequence[DesiredEntry],
+        changes: Callable[[_NodeAnswer], dict[str, Any] | None],
+    ) -> bool:
+        """Read the Node and patch ``target`` with ``changes``, which returns None when all is there
+        already; anew when another client has written in between. Return whether it is there then.
+        """
+        if self._backoffs[kind].seconds_left:
             return False
         for _ in range(_CONFLICTS):
             self._beat()
-            permission = "get nodes"
+            needed = "get nodes"
             try:
                 answer = _decoded(await self._api.get(path), path)
-                permission = "patch nodes/status"
-                conditions = with_conditions(answer.status.conditions, desired_state, self._clock())
-                if conditions is not None:
-                    body = {
-                        "metadata": {"resourceVersion": answer.metadata.resource_version},
-                        "status": {"conditions": conditions},
-                    }
-                    await self._api.patch(path + "/status", body)
+                needed = permission
+                body = changes(answer)
+                if body is not None:
+                    version = {"resourceVersion": answer.metadata.resource_version}
+                    await self._api.patch(target, {"metadata": version, **body})
                     self.counts.written += 1
             except ClusterError as err:
                 self.counts.failed += 1
@@ -394,9 +431,9 @@ class NodePublisher:
                 if err.status != 409:
                     break
             else:
-                self._done("conditions", desired_state)
+                self._done(kind, desired_state)
                 return True
-        self._failed("conditions", permission, failure)
+        self._failed(kind, needed, failure)
         return False
 
     async def _send(self, path: str, body: Mapping[str, Any]) -> ClusterError | None:

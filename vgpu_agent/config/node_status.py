@@ -39,6 +39,16 @@ class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
         ),
     ] = False
 
+    taint: Annotated[
+        Literal["none", "PreferNoSchedule", "NoSchedule", "NoExecute"],
+        Meta(
+            description=(
+                "The effect of the taint `vgpu-agent.internal/no-usable-gpu`, which the Node has "
+                "while none of its GPUs has been usable for a minute. NoExecute also ends pods "
+                "that use no GPU. none: no taint."
+            )
+        ),
+    ] = "none"
     feature_labels: Annotated[
         bool,
         Meta(
@@ -53,4 +63,6 @@ class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     @property
     def needs_api_server(self) -> bool:
         """Tell whether a setting asks for reports that only the API server can show."""
-        return self.events == "always" or self.condition or self.feature_labels
+        return (
+            self.events == "always" or self.condition or self.feature_labels or self.taint != "none"
+        )
