@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "events.md").read_text()
 _EVENT = re.compile(r"[a-z_]+\.[a-z_]+")
 _LEVELS = {"warning", "error"}
-_WRITERS = ("node", "pods", "events", "allocatable", "reschedule", "rescue")
+_WRITERS = ("node", "pods", "events", "allocatable", "reschedule", "rescue", "gpu_evictions")
 """The names that writers give to `vgpu_agent.cluster.retrying.FailureLog`;
 each is the first half of three events.
 """

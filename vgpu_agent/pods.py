@@ -45,6 +45,9 @@ _ENDED_SECONDS = 600.0
 _MAX_ENDED = 256
 
 ENDED = "Ended"
+
+# The label of pods that hold a dead GPU (setting ``nodeStatus.podLabel``).
+GPU_HEALTH_LABEL = "vgpu-agent.internal/gpu-health"
 """The phase of a pod that has left the watch: whether it succeeded or failed is not known."""
 _ENDED = ("Succeeded", "Failed", ENDED)
 

@@ -445,6 +445,9 @@ class ClusterStatus(msgspec.Struct):
     evictions: dict[str, int] = msgspec.field(default_factory=dict)  # by outcome
     # failed pods: how many were evicted, recreated or left alone
     rescued: dict[str, int] = msgspec.field(default_factory=dict)
+    gpu_evictions: dict[str, int] = msgspec.field(default_factory=dict)  # by outcome
+    # the rights that the API server denies → the manifest that grants them
+    missing_rights: dict[str, str] = msgspec.field(default_factory=dict)
     config_map: str = ""  # namespace/name of the ConfigMap that was read
     # what the previous agent read from the API server; in use until the API server answers
     remembered: dict[str, Any] = msgspec.field(default_factory=dict)

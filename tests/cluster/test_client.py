@@ -86,6 +86,29 @@ async def test_requests_are_counted_by_verb_resource_and_outcome(
     }
 
 
+async def test_a_right_is_missing_until_it_is_granted(server: ApiServer, client: ApiClient) -> None:
+    """By the words of RBAC. A policy that forbids one write takes no right away, and what may not
+    be read is not needed.
+    """
+
+    async def refused(reason: str) -> None:
+        server.faults = [Fault(FaultKind.STATUS, code=403, reason=reason)]
+        for request in (client.patch(_NODE, {}), client.get(_NODE)):
+            with pytest.raises(ClusterError):
+                await request
+
+    server.objects.create("nodes", {"metadata": {"name": "n1"}})
+    await refused("nodes \"n1\" is forbidden: ValidatingAdmissionPolicy 'own' denied request")
+    assert client.missing_rights == set()
+    user = 'nodes "n1" is forbidden: User "system:serviceaccount:vgpu-agent:vgpu-agent"'
+    await refused(f'{user} cannot patch resource "nodes" in API group ""')
+    await refused(f'{user} cannot get resource "nodes" in API group ""')
+    assert client.missing_rights == {"patch nodes"}
+    server.faults = []
+    await client.patch(_NODE, {"metadata": {"labels": {"a": "1"}}})
+    assert client.missing_rights == set()
+
+
 @pytest.mark.parametrize(
     ("fault", "status", "text"),
     [

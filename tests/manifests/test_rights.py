@@ -19,6 +19,7 @@ from vgpu_agent.families.volcano_gpushare.settings import MEMORY_RESOURCE, NUMBE
 from vgpu_agent.families.volcano_vgpu import decisions, node_state, pod_state
 from vgpu_agent.families.volcano_vgpu import family as volcano_vgpu
 from vgpu_agent.families.volcano_vgpu.files import CONFIG_MAP, NAMESPACES
+from vgpu_agent.pods import GPU_HEALTH_LABEL
 
 READ_ONE = {("configmaps", "get"), ("configmaps", "list"), ("configmaps", "watch")}
 
@@ -57,6 +58,7 @@ def test_evicting_must_be_asked_for() -> None:
     (role, _) = documents_of("components/eviction/rbac.yaml")
     assert rights_of(role) == {("pods/eviction", "create")}
     assert DEFAULTS.binding.refused_evict_seconds == 0
+    assert DEFAULTS.node_status.evict_seconds == 0
 
 
 def test_making_pods_anew_must_be_asked_for_and_is_held_to_the_own_node() -> None:
@@ -196,6 +198,7 @@ def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
         vgpu_manager.CUDA_MAJOR_LABEL,
         vgpu_manager.CUDA_MINOR_LABEL,
         *keys.state_labels,
+        GPU_HEALTH_LABEL,
     ]
     assert listed("ownCapacity") == [NUMBER_RESOURCE, MEMORY_RESOURCE]
     assert listed("removedCapacity") == [keys.cores, keys.memory]

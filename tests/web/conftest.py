@@ -303,6 +303,7 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
             WriterStatus("events", 1, 0, 5),
         ),
         evictions={"evicted": 1, "postponed": 2, "failed": 0},
+        gpu_evictions={"evicted": 1, "postponed": 0, "failed": 0},
         rescued={"evicted": 0, "recreated": 1, "left_alone": 0},
         config_map="kube-system/volcano-vgpu-device-config",
         remembered={"kubelet_version": "v1.30.0", "in_use": False},

@@ -230,6 +230,22 @@ def test_a_config_map_that_may_not_be_read_is_no_outage(volcano_node: AgentStatu
     assert known(volcano_node) == []
 
 
+def test_missing_rights_are_one_problem_with_the_manifests_that_grant_them(
+    volcano_node: AgentStatus,
+) -> None:
+    """However many writers meet them, and however often."""
+    volcano_node.cluster.missing_rights = {
+        "create pods/eviction": "components/eviction",
+        "patch nodes": "rbac.yaml",
+        "patch nodes/status": "rbac.yaml",
+    }
+    (reason,) = known(volcano_node)
+    assert reason == (
+        "the service account may not create pods/eviction, patch nodes, patch nodes/status; apply "
+        "manifests/components/eviction and manifests/rbac.yaml"
+    )
+
+
 def test_writes_that_wait_for_a_minute_are_a_problem(volcano_node: AgentStatus) -> None:
     """A scheduler waits for them."""
     volcano_node.cluster.writers = (

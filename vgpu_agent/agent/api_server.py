@@ -25,6 +25,7 @@ from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.failed_pods import FailedPods
 from vgpu_agent.cluster.feature_labels import FeatureLabels
 from vgpu_agent.cluster.gpu_events import GpuEvents
+from vgpu_agent.cluster.gpu_evictions import GpuEvictions, desired_labels
 from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_copies import PodCopies
 from vgpu_agent.cluster.pod_publisher import PodPublisher
@@ -37,7 +38,7 @@ from vgpu_agent.errors import ClusterError
 from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.pod_annotations import pod_keys
 from vgpu_agent.families.registry import FAMILIES
-from vgpu_agent.pods import PodCache
+from vgpu_agent.pods import GPU_HEALTH_LABEL, PodCache
 from vgpu_agent.status import ClusterStatus
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.spec import FamilySpec
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import DesiredNode, Node, SentCounts
-    from vgpu_agent.pods import Pod
+    from vgpu_agent.pods import DesiredPod, Pod
     from vgpu_agent.status import WatchStatus, WriteFailure
 
 # How long the start waits for the first list of Node and pods before it goes on with what it
@@ -111,6 +112,7 @@ class ClusterAccess:
         self.allocatable: AllocatableWriter | None = None
         self.reschedule: Reschedule | None = None
         self.rescue: Rescue | None = None
+        self.gpu_evictions: GpuEvictions | None = None
         self.events: Events | None = None
         self.failed_pods: FailedPods | None = None
         self.client: ApiClient | None = None
@@ -223,6 +225,11 @@ class ClusterAccess:
             ),
             evictions=self.reschedule.evictions if self.reschedule else {},
             rescued=self.rescue.counts if self.rescue else {},
+            gpu_evictions=self.gpu_evictions.counts if self.gpu_evictions else {},
+            missing_rights={
+                right: retrying.granted_by(right)
+                for right in (self.client.missing_rights if self.client else ())
+            },
             config_map=", ".join(
                 f"{watch.namespace}/{watch.name}"
                 for watch in self.config_maps.values()
@@ -371,7 +378,7 @@ class ClusterAccess:
         self.pod_publisher = PodPublisher(
             self.client,
             self.pod_cache,
-            allocator.desired_pods,
+            functools.partial(self._desired_pods, allocator, gpus),
             wake,
             self._journal,
             tokens=tokens,
@@ -432,6 +439,23 @@ class ClusterAccess:
         if gpus is not None:
             gpu_events = GpuEvents(self.events, gpus, self.pod_cache, lambda: self.node)
             self._loop("events of GPUs", gpu_events.run)
+            if settings.node_status.evict_seconds > 0:
+                self.gpu_evictions = GpuEvictions(
+                    self.client,
+                    self.events,
+                    gpus,
+                    self.pod_cache,
+                    settings.node_status.evict_seconds,
+                    self._journal,
+                )
+                self._loop("pods on dead GPUs", self.gpu_evictions.run)
+
+    def _desired_pods(self, allocator: Allocator, gpus: GpuFacts | None) -> dict[str, DesiredPod]:
+        desired = allocator.desired_pods()
+        if gpus is not None and self._settings.node_status.pod_label:
+            for uid, labels in desired_labels(gpus, self.pod_cache).items():
+                desired[uid] = desired[uid].joined(labels) if uid in desired else labels
+        return desired
 
     def _desired_node(
         self,
@@ -621,7 +645,8 @@ def rescues(family: FamilySpec, settings: Settings) -> bool:
 
 def stale_keys(settings: Settings) -> frozenset[str]:
     """Return the annotations and labels that a pod must not have when it is recreated."""
-    return frozenset(key for family in FAMILIES for key in family.stale_keys(settings))
+    stale = frozenset(key for family in FAMILIES for key in family.stale_keys(settings))
+    return stale | {GPU_HEALTH_LABEL}
 
 
 def _read_files(settings: Settings) -> list[PluginFile]:

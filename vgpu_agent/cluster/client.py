@@ -41,6 +41,7 @@ LONGEST_LINE_BYTES = LONGEST_OBJECT_BYTES
 LONGEST_LIST_BYTES = 2 * 1024 * 1024 * 1024
 # A list may take as long as this many other requests, while it keeps arriving.
 _LIST_TIMES = 8
+_WRITES = ("create", "patch", "delete")
 
 _WATCH_SECONDS = 1800.0  # the API server's limit for a watch without a timeout of its own
 
@@ -60,6 +61,8 @@ class ApiClient:
 
     def __init__(self, credentials: Credentials) -> None:
         self.requests: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        # the rights that the last write of each kind lacked, e.g. ``create pods/eviction``
+        self.missing_rights: set[str] = set()
         self._credentials = credentials
         self._connections: Connections | None = None
         self._connecting = asyncio.Lock()
@@ -205,8 +208,17 @@ class ApiClient:
                 )
             except ClusterError as err:
                 self.requests[verb, resource, str(err.status or "no answer")] += 1
+                # An admission policy, or a namespace that is being deleted, forbids as well. And
+                # where a ConfigMap may not be read, it is not used.
+                if (
+                    verb in _WRITES
+                    and err.status == 403
+                    and f" cannot {verb} resource " in str(err)
+                ):
+                    self.missing_rights.add(f"{verb} {resource}")
                 raise
             self.requests[verb, resource, str(response.status)] += 1
+            self.missing_rights.discard(f"{verb} {resource}")
             return connections, response
 
         access = await self._credentials.access()

@@ -35,6 +35,23 @@ def is_permanent(err: ClusterError) -> bool:
     return err.status in _PERMANENT
 
 
+# Rights that only a component grants; all others are in the base.
+_COMPONENTS = {
+    "create pods/eviction": "components/eviction",
+    "create pods": "components/reschedule",
+    "delete pods": "components/reschedule",
+    "create tokenreviews": "components/scrape-reviews",
+    "create subjectaccessreviews": "components/scrape-reviews",
+}
+
+
+def granted_by(permission: str) -> str:
+    """Return the path below ``manifests/`` of what grants the permission, e.g. for
+    ``create pods/eviction``.
+    """
+    return _COMPONENTS.get(permission, "rbac.yaml")
+
+
 def slow_seconds() -> float:
     """Return the pause in seconds after a permanent failure."""
     return BACKOFF_MAX_SECONDS * _PERMANENT_PAUSES
@@ -114,7 +131,8 @@ class FailureLog:
             verb, _, resource = permission.partition(" ")
             text = (
                 f"the API server forbids this agent to {permission}: {err}; grant its service "
-                f"account the verb {verb!r} on {resource!r} (the ClusterRole in manifests/ has it)"
+                f"account the verb {verb!r} on {resource!r} (manifests/{granted_by(permission)} "
+                "has it)"
             )
             self.record(
                 key,

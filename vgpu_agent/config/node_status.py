@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from vgpu_agent.config.types import OptionalSeconds
+
 
 class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The health of the GPUs in Kubernetes objects. Each switch here makes the agent use the API
@@ -49,6 +51,27 @@ class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
             )
         ),
     ] = "none"
+    pod_label: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Give pods that hold a dead GPU the label `vgpu-agent.internal/gpu-health`, with "
+                "the value `lost` or `unhealthy`, until the GPU recovers."
+            )
+        ),
+    ] = False
+    evict_seconds: Annotated[
+        OptionalSeconds,
+        Meta(
+            description=(
+                "How long a pod must have held a dead GPU before it is evicted, so that its "
+                "controller makes another. PodDisruptionBudgets are respected. It needs the right "
+                "in `manifests/components/eviction`. 0: no pod is evicted, because an eviction "
+                "ends the pod, and one without a controller does not come back. Use more than "
+                "gpu.recovery.quietSeconds, or pods end whose GPU would have recovered."
+            )
+        ),
+    ] = 0.0
     feature_labels: Annotated[
         bool,
         Meta(
@@ -64,5 +87,10 @@ class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     def needs_api_server(self) -> bool:
         """Tell whether a setting asks for reports that only the API server can show."""
         return (
-            self.events == "always" or self.condition or self.feature_labels or self.taint != "none"
+            self.events == "always"
+            or self.condition
+            or self.taint != "none"
+            or self.pod_label
+            or self.evict_seconds > 0
+            or self.feature_labels
         )

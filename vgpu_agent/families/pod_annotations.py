@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.registry import FAMILIES
-from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, PodKeys
+from vgpu_agent.pods import GPU_HEALTH_LABEL, MIRROR_POD, STATIC_POD_HASH, PodKeys
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
@@ -24,7 +24,9 @@ def pod_keys(settings: Settings | None = None) -> PodKeys:
     in_turns = itertools.zip_longest(*(family.annotations for family in every))
     return PodKeys(
         (*OF_KUBERNETES, *dict.fromkeys(key for turn in in_turns for key in turn if key)),
-        tuple(dict.fromkeys(key for family in every for key in family.labels)),
+        tuple(
+            dict.fromkeys((*(key for family in every for key in family.labels), GPU_HEALTH_LABEL))
+        ),
         tuple(prefix for family in every for prefix in family.resource_prefixes),
     )
 

@@ -238,6 +238,14 @@ CLUSTER: tuple[Metric, ...] = (
         readings.evictions,
     ),
     Metric(
+        "vgpu_agent_dead_gpu_evictions_total",
+        _C,
+        ("result",),
+        "Evictions of pods that hold a dead GPU: evicted, postponed (by a PodDisruptionBudget), or "
+        "failed. Only with nodeStatus.evictSeconds.",
+        readings.gpu_evictions,
+    ),
+    Metric(
         "vgpu_agent_failed_pods_total",
         _C,
         ("result",),

@@ -123,6 +123,14 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
             f"the watch of {longest.name} has been failing for {now - longest.failing_since:.0f} "
             f"s: {longest.last_error}; known pods are served, and writes wait",
         )
+    if cluster.missing_rights:
+        manifests = sorted({f"manifests/{path}" for path in cluster.missing_rights.values()})
+        yield Problem(
+            ProblemKind.API_SERVER,
+            "",
+            f"the service account may not {', '.join(sorted(cluster.missing_rights))}",
+            f"apply {' and '.join(manifests)}",
+        )
     for writer in cluster.writers:
         if writer.oldest_pending_seconds >= _LATE_SECONDS:
             yield Problem(

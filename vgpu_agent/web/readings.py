@@ -397,6 +397,11 @@ def evictions(moment: Moment) -> Iterator[Row]:
     return (((result,), count) for result, count in moment.status.cluster.evictions.items())
 
 
+def gpu_evictions(moment: Moment) -> Iterator[Row]:
+    """Evictions of pods that hold a dead GPU, by result."""
+    return (((result,), count) for result, count in moment.status.cluster.gpu_evictions.items())
+
+
 def rescued(moment: Moment) -> Iterator[Row]:
     """Failed pods of this node by result: evicted, recreated, or left alone."""
     return (((result,), count) for result, count in moment.status.cluster.rescued.items())

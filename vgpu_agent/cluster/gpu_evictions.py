@@ -1,0 +1,167 @@
+"""Pods that hold a dead GPU: a label on them, and their eviction after a time.
+
+A container keeps its devices until it ends, so work on a dead GPU never continues there. An
+eviction lets its controller make another pod, which gets another GPU. Evictions go through the API,
+so PodDisruptionBudgets hold.
+
+Built and run by `agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cluster.api import pod_path
+from vgpu_agent.cluster.dead_gpus import dead_devices, pod_of, pods_on
+from vgpu_agent.cluster.reschedule import PERMISSION, eviction
+from vgpu_agent.cluster.retrying import Backoff, FailureLog
+from vgpu_agent.concurrency import Versions
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.pods import GPU_HEALTH_LABEL, MIRROR_POD, DesiredPod
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.cluster.dead_gpus import DeadDevice, GpuFacts
+    from vgpu_agent.cluster.events import Events
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.pods import Pod, PodCache
+
+EVICTED = "GpuPodEvicted"
+LOST, UNHEALTHY = "lost", "unhealthy"
+_SHORTEST_WAIT_SECONDS = 0.01
+
+
+def desired_labels(facts: GpuFacts, pods: PodCache) -> dict[str, DesiredPod]:
+    """Return the label of each pod that holds a dead GPU, and its absence on pods that hold others,
+    by the kubelet's UID.
+    """
+    desired: dict[str, DesiredPod] = {}
+    for grant in facts.grants():
+        pod = pod_of(grant, pods)
+        if pod is not None and GPU_HEALTH_LABEL in pod.labels:
+            desired[pod.kubelet_uid] = DesiredPod(labels={GPU_HEALTH_LABEL: None})
+    dead = dead_devices(facts.inventory.value)
+    for pod, held in pods_on(dead, facts.grants(), pods).values():
+        state = LOST if any(device.lost for device in held.values()) else UNHEALTHY
+        desired[pod.kubelet_uid] = DesiredPod(labels={GPU_HEALTH_LABEL: state})
+    return desired
+
+
+class GpuEvictions:
+    """The eviction of pods that have held a dead GPU for long enough.
+
+    State: in memory only. After a restart the time of each pod begins anew.
+
+    Attributes:
+        counts: evictions by result, for metrics.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        events: Events,
+        facts: GpuFacts,
+        pods: PodCache,
+        after_seconds: float,
+        journal: Journal,
+        *,
+        look_seconds: float = 5.0,
+    ) -> None:
+        """Build it.
+
+        Args:
+            api: the API server.
+            events: for the owners.
+            facts: the GPUs and their holders.
+            pods: the pods of this node.
+            after_seconds: how long all that time the pod has held a dead GPU.
+            journal: evictions and troubles are recorded there.
+            look_seconds: the longest time between two looks, and between heartbeats.
+        """
+        self._api, self._events, self._facts, self._pods = api, events, facts, pods
+        self._after_seconds, self._journal = after_seconds, journal
+        self._look_seconds = look_seconds
+        self._failure_log = FailureLog(journal, "gpu_evictions")
+        # Both by the API server's UID. The clock of the event loop: a clock that is set while the
+        # node boots makes no failure an hour old.
+        self._since: dict[str, float] = {}
+        self._backoffs: dict[str, Backoff] = {}
+        self._evicted: set[str] = set()
+        self.counts = {"evicted": 0, "postponed": 0, "failed": 0}
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Evict until cancelled; send a heartbeat before each request."""
+        while True:
+            beat()
+            versions = Versions(self._facts.inventory)
+            pause = await self.look_once(beat)
+            await versions.passed(timeout_seconds=pause)
+
+    async def look_once(self, beat: Callable[[], None] = lambda: None) -> float:
+        """Evict the pods whose time has come; return the seconds until the next look."""
+        now = asyncio.get_running_loop().time()
+        on_dead = pods_on(
+            dead_devices(self._facts.inventory.value), self._facts.grants(), self._pods
+        )
+        self._forget_all_but(on_dead)
+        pause = self._look_seconds
+        for uid, (pod, held) in on_dead.items():
+            # The eviction of a mirror pod ends nothing: the kubelet runs the pod from a file.
+            if pod.deleting or MIRROR_POD in pod.annotations or uid in self._evicted:
+                continue
+            since = self._since.setdefault(uid, now)
+            backoff = self._backoffs.setdefault(uid, Backoff())
+            left = max(since + self._after_seconds - now, backoff.seconds_left)
+            if left <= 0:
+                beat()
+                await self._evict(pod, held, backoff)
+                left = backoff.seconds_left
+            pause = min(pause, left or self._look_seconds)
+        return max(pause, _SHORTEST_WAIT_SECONDS)
+
+    async def _evict(self, pod: Pod, held: Mapping[str, DeadDevice], backoff: Backoff) -> None:
+        try:
+            await self._api.post(pod_path(pod.namespace, pod.name) + "/eviction", eviction(pod))
+        except ClusterError as err:
+            self._failed(pod, err, backoff)
+            return
+        self._evicted.add(pod.uid)
+        self.counts["evicted"] += 1
+        self._failure_log.recovered("eviction")
+        device = next(iter(held.values()))
+        text = (
+            f"evicted because it has held {device.name} for {self._after_seconds:.0f} s since that "
+            f"{'was lost' if device.lost else 'failed'}: {device.why}"
+        )
+        self._journal.record(
+            "gpu_evictions.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
+        )
+        self._events.raise_event(pod, EVICTED, text)
+
+    def _failed(self, pod: Pod, err: ClusterError, backoff: Backoff) -> None:
+        backoff.failed(err)
+        if err.status == 429:  # a PodDisruptionBudget
+            self.counts["postponed"] += 1
+            self._failure_log.record(
+                f"budget {pod.uid}",
+                "gpu_evictions.postponed",
+                "429",
+                level="info",
+                pod=pod.full_name,
+                error=str(err),
+            )
+        elif err.status not in {404, 409}:
+            # 404 and 409: it is gone or another pod has its name, and the watch will show that
+            self.counts["failed"] += 1
+            self._failure_log.failed("eviction", err, PERMISSION, pod=pod.full_name)
+
+    def _forget_all_but(self, uids: Mapping[str, object]) -> None:
+        """Forget the pods that hold no dead GPU any more, also because the GPU has recovered."""
+        for uid in self._since.keys() - uids.keys():
+            del self._since[uid]
+            self._backoffs.pop(uid, None)
+            self._failure_log.forget(uid)
+        self._evicted &= uids.keys()
