@@ -9,7 +9,14 @@ from typing import Any
 
 import yaml
 
-from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
+from tests.manifests.documents import (
+    COMPONENTS,
+    DEFAULTS,
+    MANIFESTS,
+    NAME,
+    documents_of,
+    rights_of,
+)
 from vgpu_agent.cluster.gpu_status import CONDITION, TAINT
 from vgpu_agent.cluster.recreation import TRIES
 from vgpu_agent.cluster.reviews import ACCESS_REVIEWS, TOKEN_REVIEWS
@@ -110,7 +117,8 @@ def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: A
     """
     agent = objects["ServiceAccount"]["metadata"]["name"]
     assert pod["serviceAccountName"] == agent
-    files = [path.relative_to(MANIFESTS) for path in MANIFESTS.rglob("rbac.yaml")]
+    roles = [MANIFESTS / "rbac.yaml", *COMPONENTS.rglob("rbac.yaml")]
+    files = [path.relative_to(MANIFESTS) for path in roles]
     assert len(files) >= 5
     for file in files:
         documents = documents_of(str(file))
@@ -133,17 +141,20 @@ def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: A
 
 
 def test_the_policies_speak_of_the_account_that_the_pod_uses(objects: dict[str, Any]) -> None:
-    """Another name would match no account, and confine nothing.
-    Together they cover every resource whose patch is granted.
+    """Another name would match no account, and confine nothing. The namespace is that of whoever
+    deploys, so it does not count. Together they cover every resource whose patch is granted.
     """
     documents = documents_of("components/own-node-only/policy.yaml")
     account = objects["ServiceAccount"]["metadata"]
     covered: set[str] = set()
     for policy, binding in zip(documents[::2], documents[1::2], strict=True):
-        assert (
-            f'"system:serviceaccount:{account["namespace"]}:{account["name"]}"'
-            in policy["spec"]["matchConditions"][0]["expression"]
-        )
+        (condition,) = policy["spec"]["matchConditions"]
+        pattern = condition["expression"].removeprefix('request.userInfo.username.matches("')
+        matching = re.compile(pattern.removesuffix('")'))
+        for namespace in (account["namespace"], "gpu-system"):
+            assert matching.search(f"system:serviceaccount:{namespace}:{account['name']}")
+        for other in ("system:serviceaccount:a:vgpu-agent-webhook", "vgpu-agent", "x:a:vgpu-agent"):
+            assert matching.search(other) is None
         assert binding["spec"] == {
             "policyName": policy["metadata"]["name"],
             "validationActions": ["Deny"],
