@@ -52,10 +52,8 @@ def kustomized(rig: Rig, folder: Path, components: list[str]) -> list[dict[str, 
     return list(yaml.safe_load_all(rig.kubectl("kustomize", str(folder))))
 
 
-def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
-    """Simulated GPUs, libvgpu.so out of busybox's image, which has a shell,
-    and hami-core's folders inside ``folder``.
-    """
+def on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
+    """Let the DaemonSet's pod run on the simulated GPUs in ``folder``."""
     (daemon_set,) = [each for each in objects if each["kind"] == "DaemonSet"]
     daemon_set["spec"]["minReadySeconds"] = 0
     spec = daemon_set["spec"]["template"]["spec"]
@@ -67,6 +65,17 @@ def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
     agent["volumeMounts"].append(
         {"name": "simulation", "mountPath": SIMULATOR, "subPath": "sim", "readOnly": True}
     )
+    spec["volumes"].append(
+        {"name": "simulation", "hostPath": {"path": str(folder), "type": "Directory"}}
+    )
+
+
+def _with_hami_core_in(objects: list[dict[str, Any]], folder: Path) -> None:
+    """libvgpu.so out of busybox's image, which has a shell, and hami-core's folders inside
+    ``folder``.
+    """
+    (daemon_set,) = [each for each in objects if each["kind"] == "DaemonSet"]
+    spec = daemon_set["spec"]["template"]["spec"]
     named = {each["name"]: each for each in spec["initContainers"]}
     slots, library = named["region-slots"], named["hami-core-library"]
     slots["args"][slots["args"].index("--count") + 1] = str(SLOTS)
@@ -78,15 +87,12 @@ def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
     for volume in spec["volumes"]:
         if volume["name"].startswith("hami-core"):
             volume["hostPath"]["path"] = str(folder / volume["name"])
-    spec["volumes"].append(
-        {"name": "simulation", "hostPath": {"path": str(folder), "type": "Directory"}}
-    )
 
 
 @contextlib.contextmanager
-def deployed_agent(rig: Rig) -> Iterator[Deployed]:
-    """The base and hami-core with slots for regions, applied;
-    gone afterwards with all it left on the node.
+def simulated_node(rig: Rig) -> Iterator[Path]:
+    """The agent's image and a folder with simulated GPUs and their library on the rig's node, and
+    the node labelled as one that has GPUs.
     """
     # A fixed commit: the image is built anew when what is in it changes, and not for every commit.
     command = [str(PROJECT / "scripts" / "image"), "--commit", "test"]
@@ -100,18 +106,30 @@ def deployed_agent(rig: Rig) -> Iterator[Deployed]:
     shutil.copytree(
         PROJECT / "vgpu_agent" / "sim", folder / "sim", ignore=shutil.ignore_patterns("__pycache__")
     )
-    objects = kustomized(rig, folder, ["hami-core", "region-slots", "hami-core-library"])
-    _on_simulated_gpus(objects, folder)
-    manifest = yaml.safe_dump_all(objects)
     try:
         rig.kubectl("label", "node", rig.node_name(), "nvidia.com/gpu.present=true")
-        rig.kubectl("apply", "-f", "-", stdin=manifest)
-        wait_until_rolled_out(rig)
-        yield Deployed(rig, folder)
+        yield folder
     finally:
         rig.kubectl("label", "node", rig.node_name(), "nvidia.com/gpu.present-")
-        rig.kubectl("delete", "-f", "-", "--ignore-not-found", "--wait=true", stdin=manifest)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def deployed_agent(rig: Rig) -> Iterator[Deployed]:
+    """The base and hami-core with slots for regions, applied;
+    gone afterwards with all it left on the node.
+    """
+    with simulated_node(rig) as folder:
+        objects = kustomized(rig, folder, ["hami-core", "region-slots", "hami-core-library"])
+        on_simulated_gpus(objects, folder)
+        _with_hami_core_in(objects, folder)
+        manifest = yaml.safe_dump_all(objects)
+        try:
+            rig.kubectl("apply", "-f", "-", stdin=manifest)
+            wait_until_rolled_out(rig)
+            yield Deployed(rig, folder)
+        finally:
+            rig.kubectl("delete", "-f", "-", "--ignore-not-found", "--wait=true", stdin=manifest)
 
 
 def wait_until_rolled_out(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""Builds Kubernetes, etcd and containerd from Go modules pinned in tests/real_node/gomod,
+"""Builds Kubernetes, etcd, containerd and Helm from Go modules pinned in tests/real_node/gomod,
 once per machine.
 
 No registry of binaries or images is needed, only a Go module proxy (whichever the environment
@@ -67,6 +67,7 @@ class GoBuild:
                 f"{_VERSION_PACKAGE}.gitMinor={minor}",
             ],
             "containerd": [f"{self.version_of}/version.Version={self.version}"],
+            "helm": [f"{self.version_of}/internal/version.version={self.version}"],
         }[self.name]
         # -mod=readonly: a build never rewrites go.mod; what is committed is what is built.
         fixed = [
@@ -110,7 +111,13 @@ CONTAINERD = GoBuild(
     # snapshotters that need C headers, and what a test rig never uses
     flags=("-tags", "no_btrfs no_devmapper no_zfs no_tracing"),
 )
-BUILDS = (KUBERNETES, CONTAINERD)
+# Not in the binary of KUBERNETES: Helm is released against another version of the same libraries.
+HELM = GoBuild(
+    name="helm",
+    version_of="helm.sh/helm/v3",
+    programs={"helm": "helm.sh/helm/v3/cmd/helm"},
+)
+BUILDS = (KUBERNETES, CONTAINERD, HELM)
 
 
 def cached(build: GoBuild) -> Path | None:

@@ -1,0 +1,444 @@
+"""The Helm chart: the same objects as kustomize builds of the same components, values that are
+checked, and names that follow release and namespace.
+
+The installed chart is in test_chart_installed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.real_node.helm import CHART, MANIFESTS, HelmError, compared, kustomized, template
+from vgpu_agent import __version__
+
+COMPONENTS = sorted(path.name for path in (MANIFESTS / "components").iterdir())
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+# Components that patch what another one brings.
+NEEDS = {
+    "region-slots": ["hami-core"],
+    "hami-core-library": ["hami-core"],
+    "vgpu-control-slots": ["vgpu-control"],
+    "vgpu-control-library": ["vgpu-control"],
+}
+# Under `images` of a kustomization, and the same as values of the chart.
+IMAGES = [
+    {"name": "hami-core-library", "newName": "registry.example/hami", "newTag": "1"},
+    {"name": "vgpu-control-library", "newName": "registry.example/control", "newTag": "2"},
+    {"name": "mig-parted", "newName": "registry.example/mig", "newTag": "3"},
+    {"name": "kube-scheduler", "newName": "registry.k8s.io/kube-scheduler", "newTag": "v1.36.3"},
+    {"name": "vgpu-agent", "newName": "localhost/vgpu-agent", "newTag": __version__},
+]
+PICKS = [
+    *([name] for name in ["own-node-only"] if name in COMPONENTS),
+    *([*NEEDS.get(name, []), name] for name in COMPONENTS if name != "own-node-only"),
+    ["hami-core", "region-slots", "hami-core-library", "cdi", "eviction"],
+    ["mps", "hami-core", "vgpu-control"],
+    [name for name in COMPONENTS if name not in {"own-node-only", "mps-host", "mig-monitor"}],
+]
+
+
+def _in_order(components: list[str]) -> list[str]:
+    """The components in the order in which the kustomization offers them."""
+    text = (MANIFESTS / "kustomization.yaml").read_text()
+    offered = re.findall(r"^  (?:# )?- components/(\S+)", text, flags=re.MULTILINE)
+    return sorted(components, key=offered.index)
+
+
+def _kustomization(folder: Path, components: list[str], **more: Any) -> Path:
+    base = os.path.relpath(MANIFESTS, folder.resolve())
+    text = {
+        "resources": [base],
+        "components": [
+            f"{base}/components/{name}" for name in _in_order(components) if name != "own-node-only"
+        ],
+        "images": IMAGES,
+        **more,
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    return folder
+
+
+def _values(folder: Path, values: dict[str, Any]) -> list[str]:
+    path = folder / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return ["--values", str(path)]
+
+
+def _of_components(components: list[str]) -> dict[str, Any]:
+    return {
+        "components": dict.fromkeys(components, True),
+        "images": {
+            image["name"]: {"repository": image["newName"], "tag": image["newTag"]}
+            for image in IMAGES[:3]
+        },
+    }
+
+
+@pytest.mark.parametrize("components", PICKS, ids="+".join)
+def test_the_chart_has_the_objects_that_kustomize_builds(
+    components: list[str], tmp_path: Path
+) -> None:
+    """Object by object, whatever their text: two ways to install must not drift apart. The
+    namespace is not part of a chart: `helm --create-namespace` makes it.
+    """
+    built = kustomized(_kustomization(tmp_path, components))
+    del built[("Namespace", "", "vgpu-agent")]
+    rendered = template(*_values(tmp_path, _of_components(components)))
+    assert rendered.keys() == built.keys()
+    for identity, one in built.items():
+        assert compared(rendered[identity]) == compared(one), identity
+
+
+def test_every_component_is_a_value_under_its_name() -> None:
+    """In the values, in the schema, and with the same one on by default."""
+    assert sorted(VALUES["components"]) == COMPONENTS
+    assert sorted(SCHEMA["properties"]["components"]["properties"]) == COMPONENTS
+    assert [name for name, on in VALUES["components"].items() if on] == ["own-node-only"]
+
+
+def test_the_chart_has_the_agents_version() -> None:
+    """Without a tag the image is that of the chart's version."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+def _unclosed(schema: Any, path: str = "") -> list[str]:
+    """Objects of the schema that name their properties and still take others."""
+    found = []
+    if isinstance(schema, dict):
+        if "properties" in schema and schema.get("additionalProperties", True) is not False:
+            found.append(path)
+        for name, part in schema.items():
+            found += _unclosed(part, f"{path}/{name}")
+    return found
+
+
+def test_no_object_of_the_schema_takes_an_unknown_name() -> None:
+    """Helm would take a mistyped value and change nothing."""
+    assert _unclosed(SCHEMA) == []
+
+
+def _paths(values: Any, schema: Any, path: str = "") -> list[str]:
+    """Values that the schema does not know."""
+    found = []
+    for name, value in values.items():
+        known = schema.get("properties")
+        if known is None:
+            continue
+        if name not in known:
+            found.append(f"{path}{name}")
+        elif isinstance(value, dict):
+            found += _paths(value, known[name], f"{path}{name}.")
+    return found
+
+
+def test_every_value_is_in_the_schema() -> None:
+    """And every name of the schema is in values.yaml, so that a reader finds it there."""
+    assert _paths(VALUES, SCHEMA) == []
+    text = (CHART / "values.yaml").read_text()
+    # Helm's own, and what is accepted only to say no more than the default does.
+    left_out = {"global", "gfd"}
+    assert [name for name in SCHEMA["properties"] if name not in VALUES] == sorted(
+        left_out, key=list(SCHEMA["properties"]).index
+    )
+    of_the_plugin = SCHEMA["properties"]["devicePlugin"]["properties"]
+    older = {"kubeletRootDir", "vgpuManagerDir", "containers"}
+    assert [name for name in of_the_plugin if name not in text and name not in older] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"migStratgy": "single"}, "migStratgy"),
+        ({"components": {"hamicore": True}}, "hamicore"),
+        ({"migStrategy": "double"}, "migStrategy"),
+        ({"gfd": {"enabled": True}}, "gfd"),
+        ({"devicePlugin": {"devicePlugin": {"commands": {"deviceSplitCount": 0}}}}, "SplitCount"),
+        ({"components": {"region-slots": True}}, "components.region-slots needs"),
+        (
+            {"components": {"hami-core": True, "hami-core-library": True}},
+            "images.hami-core-library",
+        ),
+        ({"config": {"map": {"a": "version: v1"}, "name": "mine"}}, "set one of them"),
+    ],
+)
+def test_a_wrong_value_is_named(values: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """Before anything reaches the cluster."""
+    with pytest.raises(HelmError, match=re.escape(named)):
+        template(*_values(tmp_path, values))
+
+
+def _agent(values: dict[str, Any], folder: Path) -> tuple[dict[str, str], Any, Any]:
+    """The variables of the agent's container, the container, and its pod."""
+    rendered = template(*_values(folder, values))
+    pod = rendered[("DaemonSet", "vgpu-agent", "vgpu-agent")]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return {each["name"]: each.get("value", "") for each in container["env"]}, container, pod
+
+
+def test_values_of_nvidias_chart_mean_the_same(tmp_path: Path) -> None:
+    """They become the variables that the plugin had, and bring the component that they need."""
+    values = {
+        "config": {
+            "map": {"default": "version: v1\n", "big": "version: v1\n"},
+            "default": "big",
+            "fallbackStrategies": ["named", "single"],
+        },
+        "compatWithCPUManager": True,
+        "migStrategy": "mixed",
+        "failOnInitError": False,
+        "deviceListStrategy": "envvar,cdi-cri",
+        "deviceIDStrategy": "index",
+        "nvidiaDriverRoot": "/run/nvidia/driver",
+        "gdsEnabled": True,
+        "mofedEnabled": False,
+        "cdi": {"nvidiaHookPath": "/usr/bin/nvidia-ctk"},
+        "gfd": {"enabled": False},
+        "runtimeClassName": "nvidia",
+        "podAnnotations": {"team": "gpu"},
+    }
+    variables, container, pod = _agent(values, tmp_path)
+    assert (
+        variables.items()
+        >= {
+            "PASS_DEVICE_SPECS": "true",
+            "MIG_STRATEGY": "mixed",
+            "FAIL_ON_INIT_ERROR": "false",
+            "DEVICE_LIST_STRATEGY": "envvar,cdi-cri",
+            "DEVICE_ID_STRATEGY": "index",
+            "NVIDIA_DRIVER_ROOT": "/run/nvidia/driver",
+            "GDS_ENABLED": "true",
+            "MOFED_ENABLED": "false",
+            "NVIDIA_CDI_HOOK_PATH": "/usr/bin/nvidia-ctk",
+            "CONFIG_FILE_SRCDIR": "/available-configs",
+            "DEFAULT_CONFIG": "big",
+            "FALLBACK_STRATEGIES": "named,single",
+            "NVIDIA_MIG_MONITOR_DEVICES": "all",
+        }.items()
+    )
+    assert container["securityContext"]["capabilities"]["add"] == ["SYS_ADMIN"]
+    assert pod["runtimeClassName"] == "nvidia"
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes["nvidia-config"]["configMap"]["name"] == "vgpu-agent-configs"
+    for volume in ("driver-root", "node-root"):
+        assert volumes[volume]["hostPath"]["path"] == "/run/nvidia/driver"
+
+
+def test_values_that_say_nothing_set_no_variable(tmp_path: Path) -> None:
+    """A variable beats the configuration file, so a default must not become one."""
+    variables, _, _ = _agent({}, tmp_path)
+    assert variables.keys() == {"NODE_NAME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
+
+
+def test_values_of_vgpu_managers_chart_mean_the_same(tmp_path: Path) -> None:
+    """The plugin's flags, the node configuration, the domain in every place that has it."""
+    values = {
+        "globalDomain": "gpu.example.com",
+        "settings": {"families": {"vgpuManager": True}},
+        "devicePlugin": {
+            "enabled": True,
+            "kubeletRootDir": "/var/lib/k0s/kubelet",
+            "managerRoot": "/opt/vgpu-manager",
+            "nodeSelector": {"vgpu-manager": "device-plugin"},
+            "nodeConfig": {"yaml": "version: v1\nconfigs: []\n"},
+            "devicePlugin": {
+                "commands": {
+                    "deviceSplitCount": 5,
+                    "deviceMemoryScaling": 1.5,
+                    "featureGates": "Reschedule=true",
+                }
+            },
+        },
+        "components": {"vgpu-control": True},
+        "scheduler": {"enabled": True, "schedulerName": "shares"},
+        "webhook": {
+            "enabled": True,
+            "failurePolicy": "Fail",
+            "excludeNamespaces": ["istio-system"],
+        },
+    }
+    variables, container, pod = _agent(values, tmp_path)
+    assert (
+        variables.items()
+        >= {
+            "VGPU_AGENT_DOMAIN": "gpu.example.com",
+            "VGPU_AGENT_DEVICE_SPLIT_COUNT": "5",
+            "VGPU_AGENT_DEVICE_MEMORY_SCALING": "1.5",
+            "VGPU_AGENT_FEATURE_GATES": "Reschedule=true",
+            "VGPU_AGENT_KUBELET_DIR": "/var/lib/k0s/kubelet",
+            "HOST_MANAGER_DIR": "/opt/vgpu-manager",
+            "VGPU_AGENT_NODE_CONFIG_PATH": "/vgpu-manager-config/nodeConfig.yaml",
+        }.items()
+    )
+    assert pod["nodeSelector"] == {"vgpu-manager": "device-plugin"}
+    mounts = {each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts >= {"/var/lib/k0s/kubelet/device-plugins", "/opt/vgpu-manager"}
+
+    rendered = template(*_values(tmp_path, values))
+    policy = rendered[("ValidatingAdmissionPolicy", "", "vgpu-agent-own-node-only")]
+    assert '"gpu.example.com/real-allocated"' in json.dumps(policy).replace('\\"', '"')
+    scheduler = rendered[("Deployment", "vgpu-agent", "shares")]
+    (extender,) = [
+        each
+        for each in scheduler["spec"]["template"]["spec"]["containers"]
+        if each["name"] == "extender"
+    ]
+    assert {
+        "--domain=gpu.example.com",
+        "--scheduler-name=shares",
+        "--leader-elect-resource-name=shares",
+    } < set(extender["args"])
+    (webhook,) = rendered[("Deployment", "vgpu-agent", "vgpu-agent-webhook")]["spec"]["template"][
+        "spec"
+    ]["containers"]
+    assert {"--domain=gpu.example.com", "--scheduler-name=shares"} < set(webhook["args"])
+    mutating = rendered[("MutatingWebhookConfiguration", "", "vgpu-agent-webhook")]["webhooks"][0]
+    assert mutating["failurePolicy"] == "Fail"
+    assert mutating["namespaceSelector"]["matchExpressions"][0]["values"] == [
+        "istio-system",
+        "vgpu-agent",
+    ]
+    assert "nvidia.com" not in mutating["matchConditions"][0]["expression"]
+
+
+def test_values_of_volcanos_chart_mean_the_same(tmp_path: Path) -> None:
+    """Both ConfigMaps, in the places where the agent reads them."""
+    values = {
+        "components": {"hami-core": True},
+        "deviceConfig": {"nvidia": {"deviceSplitCount": 7}},
+        "nodeConfig": {"enabled": True, "configs": [{"name": "a", "devicesplitcount": 3}]},
+        "hostPaths": {"vgpuLib": "/opt/vgpu"},
+        "cdi": {"enabled": True, "deviceListStrategy": "cdi-annotations"},
+    }
+    variables, _, pod = _agent(values, tmp_path)
+    assert (variables["HOOK_PATH"], variables["DEVICE_LIST_STRATEGY"]) == (
+        "/opt/vgpu",
+        "cdi-annotations",
+    )
+    assert {"node-root", "hami-core"} <= {each["name"] for each in pod["volumes"]}
+    rendered = template(*_values(tmp_path, values))
+    node_config = rendered[("ConfigMap", "vgpu-agent", "volcano-vgpu-node-config")]["data"]
+    assert json.loads(node_config["config.json"])["nodeconfig"][0]["devicesplitcount"] == 3
+    device_config = rendered[("ConfigMap", "kube-system", "volcano-vgpu-device-config")]["data"]
+    assert yaml.safe_load(device_config["device-config.yaml"])["nvidia"]["deviceSplitCount"] == 7
+
+
+def _confined(policies: list[Any], namespace: str, account: str) -> bool:
+    """Tell whether every policy matches that service account."""
+    prefix, suffix = 'request.userInfo.username.matches("', '")'
+    patterns = [
+        policy["spec"]["matchConditions"][0]["expression"].removeprefix(prefix).removesuffix(suffix)
+        for policy in policies
+    ]
+    user = f"system:serviceaccount:{namespace}:{account}"
+    return len(patterns) == 3 and all(re.search(pattern, user) for pattern in patterns)
+
+
+@pytest.mark.parametrize(
+    ("release", "account"), [("vgpu-agent", "vgpu-agent"), ("pool-b", "pool-b-vgpu-agent")]
+)
+def test_names_follow_release_and_namespace(release: str, account: str, tmp_path: Path) -> None:
+    """Two releases, one for each pool of nodes, have no object in common, and the policy of each
+    confines the account of its own pods.
+    """
+    components = [
+        name for name in COMPONENTS if name not in {"own-node-only", "scheduler", "mps-host"}
+    ]
+    values = _values(tmp_path, _of_components(components))
+    rendered = template(*values, name=release, namespace="gpu-system")
+    daemon_set = rendered[("DaemonSet", "gpu-system", account)]
+    assert daemon_set["spec"]["template"]["spec"]["serviceAccountName"] == account
+    assert ("ServiceAccount", "gpu-system", account) in rendered
+    policies = [one for (kind, _, _), one in rendered.items() if kind.endswith("AdmissionPolicy")]
+    assert _confined(policies, "gpu-system", account)
+    subjects = [subject for one in rendered.values() for subject in one.get("subjects", [])]
+    assert {subject["namespace"] for subject in subjects} == {"gpu-system"}
+    other = template(*values, name="another", namespace="gpu-system")
+    assert set(other) & set(rendered) == {
+        ("ConfigMap", "gpu-system", "volcano-vgpu-node-config")
+    } & set(other)
+
+
+def test_another_namespace_of_kustomize_is_confined_as_well(tmp_path: Path) -> None:
+    """`namespace:` of an overlay changes accounts and bindings. It does not reach into the policy,
+    which therefore names no namespace.
+    """
+    folder = _kustomization(tmp_path, ["reschedule"], namespace="gpu-system")
+    built = kustomized(folder)
+    (account,) = [name for kind, _, name in built if kind == "ServiceAccount"]
+    assert ("DaemonSet", "gpu-system", account) in built
+    policies = [one for (kind, _, _), one in built.items() if kind.endswith("AdmissionPolicy")]
+    assert _confined(policies, "gpu-system", account)
+    for (kind, _, name), one in built.items():
+        if kind.endswith("Binding") and "subjects" in one:
+            assert [subject["namespace"] for subject in one["subjects"]] == ["gpu-system"], name
+
+
+def test_nothing_immutable_depends_on_version_or_values(tmp_path: Path) -> None:
+    """The API server refuses an upgrade that changes a selector or the role of a binding."""
+    values: list[dict[str, Any]] = [
+        {"components": {"scheduler": True, "webhook": True}},
+        {
+            "components": {"scheduler": True, "webhook": True, "mps": True, "hami-core": True},
+            "image": {"tag": "9.9.9"},
+            "podAnnotations": {"a": "b"},
+            "devicePlugin": {"labels": {"c": "d"}},
+            "scheduler": {"labels": {"e": "f"}, "replicas": 3},
+        },
+    ]
+    before, after = (template(*_values(tmp_path, each)) for each in values)
+    for identity in before.keys() & after.keys():
+        old, new = before[identity], after[identity]
+        assert old.get("roleRef") == new.get("roleRef"), identity
+        if identity[0] in {"DaemonSet", "Deployment"}:
+            assert old["spec"]["selector"] == new["spec"]["selector"], identity
+            labels = new["spec"]["template"]["metadata"]["labels"].items()
+            assert new["spec"]["selector"]["matchLabels"].items() <= labels, identity
+
+
+def test_a_change_of_kube_schedulers_configuration_starts_its_pods_anew(tmp_path: Path) -> None:
+    """kube-scheduler reads its file once. The agent follows its own, so its pods stay."""
+    values: list[dict[str, Any]] = [
+        {"components": {"scheduler": True}},
+        {"components": {"scheduler": True}, "globalDomain": "gpu.example.com"},
+        {"components": {"scheduler": True}, "settings": {"version": "v1", "cluster": {}}},
+    ]
+    first, domain, settings = (template(*_values(tmp_path, each)) for each in values)
+
+    def templates(rendered: Any) -> tuple[Any, Any]:
+        return (
+            rendered[("Deployment", "vgpu-agent", "vgpu-scheduler")]["spec"]["template"],
+            rendered[("DaemonSet", "vgpu-agent", "vgpu-agent")]["spec"]["template"],
+        )
+
+    assert templates(first)[0]["metadata"] != templates(domain)[0]["metadata"]
+    assert templates(first) == templates(settings)
+
+
+# They change the same fields: privileges, host PIDs, variables, the same folder.
+_OVERLAPPING = ["mig-monitor", "mig", "mps", "mps-host", "vgpu-control"]
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(_OVERLAPPING, 2)), ids="+".join)
+def test_components_that_change_the_same_fields_agree(
+    pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """In the order in which the kustomization offers them, the last patch wins there."""
+    if pair == ("mps", "mps-host"):
+        assert compared(template(*_values(tmp_path, _of_components(["mps"])))) == compared(
+            template(*_values(tmp_path, _of_components(list(pair))))
+        )
+        return
+    agent = ("DaemonSet", "vgpu-agent", "vgpu-agent")
+    built = kustomized(_kustomization(tmp_path, list(pair)))[agent]
+    rendered = template(*_values(tmp_path, _of_components(list(pair))))[agent]
+    assert compared(rendered) == compared(built)
