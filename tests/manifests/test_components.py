@@ -47,8 +47,9 @@ def test_a_component_lists_its_files_and_patches_what_exists(
     component = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert component["kind"] == "Component"
     patches = [patch["path"] for patch in component.get("patches", []) if "path" in patch]
-    assert sorted([*component.get("resources", []), *patches]) == sorted(
-        {path.name for path in folder.iterdir()} - {"kustomization.yaml"}
+    generated = [file for one in component.get("configMapGenerator", []) for file in one["files"]]
+    assert sorted([*component.get("resources", []), *patches, *generated]) == sorted(
+        {str(path.relative_to(folder)) for path in folder.rglob("*.*")} - {"kustomization.yaml"}
     )
     if folder.name in OLD_SCHEDULERS:  # they patch components/scheduler, and are compared with it
         return

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from tests.real_node.rig import Rig, images
+from tests.real_node.rig.build import operator_definitions
 from vgpu_agent.sim.build import build
 from vgpu_agent.sim.state import SimulatedNode
 
@@ -130,6 +131,24 @@ def deployed_agent(rig: Rig) -> Iterator[Deployed]:
             yield Deployed(rig, folder)
         finally:
             rig.kubectl("delete", "-f", "-", "--ignore-not-found", "--wait=true", stdin=manifest)
+
+
+@contextlib.contextmanager
+def room_for_components(rig: Rig) -> Iterator[None]:
+    """Everything that components need of a cluster: the namespace volcano-system, and the kinds of
+    the Prometheus operator.
+    """
+    definitions = [str(path) for path in operator_definitions(lambda _: None)]
+    files = [argument for path in definitions for argument in ("-f", path)]
+    rig.kubectl("create", "namespace", "volcano-system")
+    try:
+        # Server-side, since an annotation of kubectl's would not hold them.
+        rig.kubectl("apply", "--server-side", *files)
+        rig.kubectl("wait", "--for=condition=Established", "--timeout=30s", *files)
+        yield
+    finally:
+        rig.kubectl("delete", "namespace", "volcano-system")
+        rig.kubectl("delete", "--ignore-not-found", *files)
 
 
 def wait_until_rolled_out(rig: Rig) -> None:

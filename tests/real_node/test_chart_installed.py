@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.real_node.agents import GPU, wait_allocatable
-from tests.real_node.deployment import MERGE, PROJECT, simulated_node
+from tests.real_node.deployment import MERGE, PROJECT, room_for_components, simulated_node
 from tests.real_node.helm import CHART, helm
 from tests.real_node.rig import Rig
 from tests.real_node.rig.api import ApiError
@@ -209,11 +209,8 @@ def test_the_api_server_accepts_every_component(installed: Installed) -> None:
         text=True,
         capture_output=True,
     ).stdout
-    rig.api.post("/api/v1/namespaces", {"metadata": {"name": "volcano-system"}})
-    try:
+    with room_for_components(rig):
         rig.kubectl("apply", "-f", "-", "--dry-run=server", "--validate=strict", stdin=rendered)
-    finally:
-        rig.api.delete("/api/v1/namespaces/volcano-system")
 
 
 def test_an_uninstall_leaves_nothing(installed: Installed) -> None:

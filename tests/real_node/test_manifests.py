@@ -27,6 +27,7 @@ from tests.real_node.deployment import (
     Deployed,
     deployed_agent,
     kustomized,
+    room_for_components,
     wait_until_rolled_out,
 )
 from tests.real_node.rig import Rig
@@ -191,18 +192,9 @@ def test_every_component_builds_and_is_accepted(deployed: Deployed, tmp_path: Pa
     # exclude each other, and this API server has no policy/v1beta1.
     left_out = {"own-node-only", "scheduler-1.24", "scheduler-1.21", "scheduler-1.20"}
     objects = kustomized(rig, tmp_path, [name for name in _COMPONENTS if name not in left_out])
-    rig.api.post("/api/v1/namespaces", {"metadata": {"name": "volcano-system"}})
-    try:
-        rig.kubectl(
-            "apply",
-            "-f",
-            "-",
-            "--dry-run=server",
-            "--validate=strict",
-            stdin=yaml.safe_dump_all(objects),
-        )
-    finally:
-        rig.api.delete("/api/v1/namespaces/volcano-system")
+    manifest = yaml.safe_dump_all(objects)
+    with room_for_components(rig):
+        rig.kubectl("apply", "-f", "-", "--dry-run=server", "--validate=strict", stdin=manifest)
     found = {
         (each["kind"], each["metadata"]["name"], each["metadata"].get("namespace", ""))
         for each in objects

@@ -11,6 +11,7 @@ first test.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -170,3 +171,42 @@ def ensure(build: GoBuild, say: Callable[[str], None]) -> Path:
         [go, "env", "GOVERSION"], cwd=build.folder, text=True, capture_output=True, check=True
     ).stdout.strip()
     return cache.get(f"{build.name}-{build.version}-{build.key()}-{go_version}", make)
+
+
+def operator_definitions(say: Callable[[str], None]) -> list[Path]:
+    """The Prometheus operator's CustomResourceDefinitions of what components/monitoring has.
+
+    They come with the operator's Go module, so that the module proxy and go.sum are enough for
+    them, too.
+
+    Raises:
+        RequirementError: they are not in the cache and there is no Go.
+        RigError: the module cannot be had.
+    """
+    module = "github.com/prometheus-operator/prometheus-operator"
+    folder = _GOMOD / "prometheus-operator"
+    names = [f"monitoring.coreos.com_{kind}.yaml" for kind in ("podmonitors", "prometheusrules")]
+
+    def make(made: Path) -> None:
+        if shutil.which("go") is None:
+            raise RequirementError(
+                "the Prometheus operator's definitions are not in the cache, and there is no Go"
+            )
+        say("fetching the Prometheus operator's definitions")
+        result = subprocess.run(
+            ["go", "mod", "download", "-json", module],
+            cwd=folder,
+            env=os.environ | {"GOWORK": "off"},
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        if result.returncode:
+            raise RigError(f"go mod download {module}: {result.stdout[-500:]}{result.stderr}")
+        source = Path(json.loads(result.stdout)["Dir"]) / "example" / "prometheus-operator-crd"
+        for name in names:
+            shutil.copyfile(source / name, made / name)
+
+    sums = (folder / "go.sum").read_bytes()
+    entry = cache.get(f"prometheus-operator-{cache.digest([sums])}", make)
+    return [entry / name for name in names]

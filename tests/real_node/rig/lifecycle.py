@@ -37,8 +37,8 @@ _Found = TypeVar("_Found")
 
 
 def prepare(say: Callable[[str], None]) -> tuple[Path, Path, Path]:
-    """Have everything that a rig is made of, and Helm for the tests of the chart; returns the
-    folders of Kubernetes, containerd and the images.
+    """Have everything that a rig is made of, and what tests of the manifests need besides; returns
+    the folders of Kubernetes, containerd and the images.
 
     Raises:
         RequirementError: this machine cannot hold a rig.
@@ -47,6 +47,7 @@ def prepare(say: Callable[[str], None]) -> tuple[Path, Path, Path]:
     host.ensure_packages(say)
     host.allow_watches()
     build.ensure(build.HELM, say)
+    build.operator_definitions(say)
     return build.ensure(build.KUBERNETES, say), build.ensure(build.CONTAINERD, say), images.ensure()
 
 

@@ -4,7 +4,8 @@ or with --check say whether they are up to date (exit 1 when they are not).
 
 Roles, policies, accounts and the like have no values of their own: only names, namespaces and the
 domain of vgpu-manager's keys differ from one release to the next. Their templates are these files
-with these words replaced. Workloads and configurations, which do have values, are written by hand;
+with these words replaced. The dashboards, which scripts/generate_dashboards.py has made before, are
+copied. Workloads and configurations, which do have values, are written by hand;
 tests/real_node/test_chart.py compares all of them with what kustomize builds.
 """
 
@@ -17,7 +18,9 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MANIFESTS = ROOT / "manifests"
-TEMPLATES = MANIFESTS / "chart" / "templates" / "generated"
+CHART = MANIFESTS / "chart"
+TEMPLATES = CHART / "templates" / "generated"
+DASHBOARDS = CHART / "dashboards"  # a chart can only read files of its own
 
 BASE = ("serviceaccount.yaml", "rbac.yaml")
 # Files of components that have values besides names, and so templates written by hand.
@@ -40,6 +43,7 @@ _KEYS = r"name|policyName|app\.kubernetes\.io/name"
 
 def replaced(text: str) -> str:
     """A manifest with the names of the kustomization replaced by those of the release."""
+    text = text.replace("{{", '{{ "{{" }}')  # Prometheus' own templates, in alerts
     text = re.sub(
         r"^(\s*(?:- )?namespace): vgpu-agent$", rf"\1: {NAMESPACE}", text, flags=re.MULTILINE
     )
@@ -58,6 +62,8 @@ def replaced(text: str) -> str:
     text = text.replace("resourceNames: [vgpu-agent-webhook]", f'resourceNames: ["{NAME}-webhook"]')
     text = text.replace("resourceNames: [vgpu-scheduler]", f'resourceNames: ["{SCHEDULER}"]')
     text = text.replace('[^:]+:vgpu-agent$")', f'[^:]+:{NAME}$")')
+    text = text.replace('job="vgpu-agent"', f'job="{NAME}"')
+    text = text.replace('job="vgpu-scheduler"', f'job="{SCHEDULER}"')
     # The labels that Helm's own tools look for, behind that of the kustomization.
     return re.sub(
         r"^(  labels:\n    app\.kubernetes\.io/name: .+)$",
@@ -85,8 +91,20 @@ def of_the_domain(text: str) -> str:
     return "\n".join(line.replace(counted, counted + other) for line in lines) + "\n"
 
 
-def templates() -> dict[str, str]:
-    """The text of each generated template by its file name."""
+def found_by_an_operator(text: str) -> str:
+    """Objects of the Prometheus operator with the labels by which it chooses them, and links to
+    wherever the documentation is served.
+    """
+    more = "{{- with .Values.monitoring.labels }}\n    {{- toYaml . | nindent 4 }}\n    {{- end }}"
+    labels = '    {{- include "vgpu-agent.labels" . | nindent 4 }}'
+    text = text.replace(labels, f"{labels}\n    {more}")
+    return text.replace(
+        "runbook_url: docs/", "runbook_url: {{ .Values.monitoring.runbookUrl }}docs/"
+    )
+
+
+def templates() -> dict[pathlib.Path, str]:
+    """The text of each generated file."""
     sources = dict.fromkeys(BASE, "")
     for folder in sorted((MANIFESTS / "components").iterdir()):
         for path in sorted(folder.glob("*.yaml")):
@@ -95,16 +113,21 @@ def templates() -> dict[str, str]:
                 file not in WRITTEN_BY_HAND
             ):
                 sources[f"components/{file}"] = folder.name
-    made = {}
+    made: dict[pathlib.Path, str] = {}
     for source, component in sources.items():
         text = replaced((MANIFESTS / source).read_text())
         if component == "own-node-only":
             text = of_the_domain(text)
+        if component == "monitoring":
+            text = found_by_an_operator(text)
         head = f"{{{{- /* Made from manifests/{source} by scripts/generate. */}}}}\n"
         if component:
             condition = f'include "vgpu-agent.on" (list . "{component}")'
             text = f"{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n"
-        made[source.removeprefix("components/").replace("/", "-")] = head + text
+        name = source.removeprefix("components/").replace("/", "-")
+        made[TEMPLATES / name] = head + text
+    for path in (MANIFESTS / "components" / "monitoring" / "dashboards").iterdir():
+        made[DASHBOARDS / path.name] = path.read_text()
     return made
 
 
@@ -114,21 +137,21 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
     wanted = templates()
-    found = {path.name: path.read_text() for path in TEMPLATES.glob("*")}
+    found = {
+        path: path.read_text() for folder in (TEMPLATES, DASHBOARDS) for path in folder.glob("*")
+    }
     stale = sorted(
-        name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)
+        path for path in wanted.keys() | found.keys() if wanted.get(path) != found.get(path)
     )
-    if check:
-        for name in stale:
-            print(f"{TEMPLATES.relative_to(ROOT)}/{name} is stale: run scripts/generate")
-        return 1 if stale else 0
-    TEMPLATES.mkdir(parents=True, exist_ok=True)
-    for name in stale:
-        if name in wanted:
-            (TEMPLATES / name).write_text(wanted[name])
+    for path in stale:
+        if check:
+            print(f"{path.relative_to(ROOT)} is stale: run scripts/generate")
+        elif path in wanted:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path])
         else:
-            (TEMPLATES / name).unlink()
-    return 0
+            path.unlink()
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":
