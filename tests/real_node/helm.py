@@ -43,13 +43,18 @@ def helm() -> str:
     return str(build.ensure(build.HELM, lambda _: None) / "helm")
 
 
-def template(*arguments: str, name: str = "vgpu-agent", namespace: str = "vgpu-agent") -> Objects:
+def template(
+    *arguments: str,
+    name: str = "vgpu-agent",
+    namespace: str = "vgpu-agent",
+    chart: Path = CHART,
+) -> Objects:
     """What the chart comes to, without its test and without a cluster.
 
     Raises:
         HelmError: the schema or a template refuses the values.
     """
-    command = [helm(), "template", name, str(CHART), "--namespace", namespace, "--skip-tests"]
+    command = [helm(), "template", name, str(chart), "--namespace", namespace, "--skip-tests"]
     result = subprocess.run(
         [*command, "--kube-version", KUBE_VERSION, *arguments],
         text=True,

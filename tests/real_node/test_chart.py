@@ -10,13 +10,14 @@ import itertools
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.real_node.helm import CHART, MANIFESTS, HelmError, compared, kustomized, template
+from tests.real_node.helm import CHART, MANIFESTS, HelmError, compared, helm, kustomized, template
 from vgpu_agent import __version__
 
 COMPONENTS = sorted(path.name for path in (MANIFESTS / "components").iterdir())
@@ -109,6 +110,18 @@ def test_the_chart_has_the_agents_version() -> None:
     """Without a tag the image is that of the chart's version."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+def test_the_package_is_the_chart(tmp_path: Path) -> None:
+    """What is published renders as the folder does, dashboards included."""
+    subprocess.run(
+        [helm(), "package", str(CHART), "--destination", str(tmp_path)],
+        check=True,
+        capture_output=True,
+    )
+    values = _values(tmp_path, {"components": {"monitoring": True}})
+    package = tmp_path / f"vgpu-agent-{__version__}.tgz"
+    assert template(*values, chart=package) == template(*values)
 
 
 def _unclosed(schema: Any, path: str = "") -> list[str]:
