@@ -112,6 +112,13 @@ def test_the_chart_has_the_agents_version() -> None:
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
 
 
+def test_helm_finds_nothing_wrong_with_the_chart() -> None:
+    """Its linter, strictly: a warning is an error."""
+    command = [helm(), "lint", "--strict", "--quiet", str(CHART)]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_package_is_the_chart(tmp_path: Path) -> None:
     """What is published renders as the folder does, dashboards included."""
     subprocess.run(
@@ -267,6 +274,7 @@ def test_values_of_vgpu_managers_chart_mean_the_same(tmp_path: Path) -> None:
                 "commands": {
                     "deviceSplitCount": 5,
                     "deviceMemoryScaling": 1.5,
+                    "deviceMemoryFactor": 4194304,
                     "featureGates": "Reschedule=true",
                 }
             },
@@ -286,6 +294,7 @@ def test_values_of_vgpu_managers_chart_mean_the_same(tmp_path: Path) -> None:
             "VGPU_AGENT_DOMAIN": "gpu.example.com",
             "VGPU_AGENT_DEVICE_SPLIT_COUNT": "5",
             "VGPU_AGENT_DEVICE_MEMORY_SCALING": "1.5",
+            "VGPU_AGENT_DEVICE_MEMORY_FACTOR": "4194304",
             "VGPU_AGENT_FEATURE_GATES": "Reschedule=true",
             "VGPU_AGENT_KUBELET_DIR": "/var/lib/k0s/kubelet",
             "HOST_MANAGER_DIR": "/opt/vgpu-manager",

@@ -148,6 +148,8 @@ seccompProfile:
 {{- $node := get .Values.devicePlugin "nodeConfig" }}
 {{- if $node }}{{ $_ := set $found "VGPU_AGENT_NODE_CONFIG_PATH" (printf "/vgpu-manager-config/nodeConfig.%s" (ternary "yaml" "json" (hasKey $node "yaml"))) }}{{ end -}}
 {{- range $name, $value := $found }}
+{{- /* Helm reads every number as a float, and would print a large one with an exponent. */}}
+{{- if kindIs "float64" $value }}{{ if eq (floor $value) $value }}{{ $value = int64 $value }}{{ end }}{{ end }}
 {{- if not (or (kindIs "invalid" $value) (eq (toString $value) "")) }}
 - name: {{ $name }}
   value: {{ toString $value | quote }}
