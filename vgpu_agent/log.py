@@ -137,10 +137,13 @@ def configure(
         logging.getLogger(name).setLevel(quiet)
 
 
-def is_json() -> bool:
-    """Tell whether `configure` has chosen JSON for the lines of this process."""
+def writes_json_to_stderr() -> bool:
+    """Tell whether `configure` has chosen JSON for this process, on stderr."""
     return any(
-        isinstance(handler.formatter, _WithoutSecrets) and handler.formatter.is_json
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream is sys.stderr
+        and isinstance(handler.formatter, _WithoutSecrets)
+        and handler.formatter.is_json
         for handler in logging.getLogger().handlers
     )
 

@@ -609,7 +609,8 @@ def test_bad_input_ends_the_command_with_its_sentence(
             Path(file).write_text(text)
             words += [option, file]
 
-    status = main.main(["run", *words])
+    # a line for people; tests/cli/test_main.py has the form in JSON
+    status = main.main(["run", "--log-format", "console", *words])
 
     said = (row.said,) if isinstance(row.said, str) else row.said
     assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in said))

@@ -109,7 +109,7 @@ def _logged(words: Sequence[str], problems: Sequence[str], status: int) -> bool:
     """
     # Only a command with a log has imported it, so that the others need not pay for it.
     log = sys.modules.get("vgpu_agent.log")
-    if log is None or not log.is_json():
+    if log is None or not log.writes_json_to_stderr():
         return False
     for problem in problems:
         log.get(__name__).error(
