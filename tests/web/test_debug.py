@@ -328,7 +328,7 @@ DAEMON = (
         (
             "resources",
             "kubelet",
-            "directory socket_present restarts_seen records_read records_trouble",
+            "directory directory_trouble socket_present restarts_seen records_read records_trouble",
         ),
         (
             "tasks",

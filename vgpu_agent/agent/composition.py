@@ -57,6 +57,7 @@ from vgpu_agent.gpu import thread as nvml_thread
 from vgpu_agent.gpu import watch as gpu_watch
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
 from vgpu_agent.gpu.source import source
+from vgpu_agent.isolation.mps import IN_CONTAINER
 from vgpu_agent.isolation.registry import BACKENDS, HAMI_CORE, VGPU_CONTROL
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet import directory as kubelet_directory
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.config.load import Loaded
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.isolation.mps import MpsView
 
 _logger = log.get(__name__)
 
@@ -115,7 +117,13 @@ async def run(loaded: Loaded) -> None:
     discovery = await discover(
         settings.gpu, sysfs_root=settings.sysfs_root, simulated=bool(settings.simulate)
     )
-    agent = Agent(loaded, named, discovery)
+    mps_view = await asyncio.to_thread(
+        directories.view,
+        settings.mps.root,
+        simulated=bool(settings.simulate),
+        in_pod=_in_pod(),
+    )
+    agent = Agent(loaded, named, discovery, mps_view)
     # For a process with a terminal, SIGHUP means that the terminal was closed.
     loop.add_signal_handler(
         signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again
@@ -138,6 +146,7 @@ class Agent:
         loaded: Loaded,
         named: NamedConfiguration | None = None,
         discovery: Discovery = BY_NVML,
+        mps_view: MpsView = IN_CONTAINER,
     ) -> None:
         self._loaded, self._named = loaded, named
         settings, kubelet = loaded.settings, loaded.settings.kubelet
@@ -245,11 +254,6 @@ class Agent:
         )
         # a gate is asked before a resource is served, and may withhold it
         self._offering.gates.append(self._cdi.withheld)
-        mps_view = directories.view(
-            settings.mps.root,
-            simulated=bool(settings.simulate),
-            in_pod=_in_pod(),
-        )
         self._mps = MpsController(
             settings,
             ledger=self._ledger,
