@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import pytest  # the benchmark runs without it
 
 RELOAD = "vgpu_agent.agent.reload:RELOAD_SECONDS"
+SUCCESSION_ANSWER = "vgpu_agent.agent.succession:ANSWER_SECONDS"
 SHUTDOWN = "vgpu_agent.agent.composition:SHUTDOWN_SECONDS"
 WEB_SHUTDOWN = "vgpu_agent.agent.late_web:SHUTDOWN_SECONDS"
 WEB_REQUEST_TIMEOUT = "vgpu_agent.agent.late_web:REQUEST_TIMEOUT_SECONDS"

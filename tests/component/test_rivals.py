@@ -14,7 +14,8 @@ from vgpu_agent.sim.state import SimulatedNode
 
 async def _second(stage: Stage, gpus: Path | None = None) -> AgentProcess:
     """Another agent beside the first, offering the same GPUs or those of another folder."""
-    second = stage.agent(QUICK)
+    # with a state directory of its own it does not know that it could take over
+    second = stage.agent(QUICK + f"stateDirectory: {stage.folder}/rival\n")
     if gpus is not None:
         second = AgentProcess(
             stage.folder / "rival.log",

@@ -262,15 +262,18 @@ def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
         loaded.settings.sysfs_root,
         loaded.settings.gpu.proc_root,
         loaded.settings.mps.root,
+        loaded.settings.state_directory,
     ) == (
         "/sim",
         "/sim/sys",
         "/sim/proc",
         "/sim/mps",
+        "/sim/agent-state",
     )
     assert [
         path for path, origin in loaded.origins.items() if origin == "derived from simulate"
     ] == [
+        "stateDirectory",
         "gpu.driverRoot",
         "gpu.procRoot",
         "mps.root",

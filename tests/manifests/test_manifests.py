@@ -236,8 +236,13 @@ def test_the_selector_finds_the_pods(objects: dict[str, Any]) -> None:
     assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
 
 
-def test_no_second_agent_runs_beside_the_first(objects: dict[str, Any]) -> None:
-    """Two agents on a node would register the same resource (kubelet §5)."""
-    strategy = objects["DaemonSet"]["spec"]["updateStrategy"]
-    assert strategy["type"] == "RollingUpdate"
-    assert set(strategy["rollingUpdate"]) == {"maxUnavailable"}
+def test_an_upgrade_starts_the_new_agent_beside_the_old_one(objects: dict[str, Any]) -> None:
+    """It takes over when it is ready to serve, through a directory that both have."""
+    spec = objects["DaemonSet"]["spec"]
+    assert spec["updateStrategy"]["type"] == "RollingUpdate"
+    assert spec["updateStrategy"]["rollingUpdate"] == {"maxSurge": "10%", "maxUnavailable": 0}
+    pod = spec["template"]["spec"]
+    assert not pod.get("hostNetwork")
+    assert not any("hostPort" in port for port in pod["containers"][0].get("ports", ()))
+    (state,) = [volume for volume in pod["volumes"] if volume["name"] == "state"]
+    assert state["hostPath"]["path"] == "/var/lib/vgpu-agent"

@@ -42,6 +42,7 @@ from vgpu_agent.agent.records.starting_pods import StartingPods
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.report import Report
+from vgpu_agent.agent.succession import Succession
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.context import Context
@@ -91,13 +92,17 @@ TASK_BACKOFF_MAX_SECONDS = 30.0
 # The longest time that plugin servers, and then the MPS daemons and the API server, have to stop.
 SHUTDOWN_SECONDS = 10.0
 _FREEZE_AFTER_SECONDS = 2.0
+# How long an agent that has taken over waits for the kubelet to ask for the lists, before it reads
+# the kubelet's records and answers calls.
+_LIST_SECONDS = 1.0
 # The pause between two passes of `_follow_pods`: many pods at once change the cache a hundred times
 # in a row. Starts of containers do not wait for a pass: they compute the claims themselves.
 _COALESCING_SECONDS = 0.02
 
 
-async def run(loaded: Loaded) -> None:
-    """Run the agent until SIGTERM or SIGINT.
+async def run(loaded: Loaded) -> bool:
+    """Run the agent until SIGTERM or SIGINT; tell whether it must run again from the beginning,
+    because the agent that had taken over from it is gone.
 
     SIGHUP makes an agent without a terminal register again, as it does the replaced plugins
     (volcano-vgpu §1.3).
@@ -130,7 +135,7 @@ async def run(loaded: Loaded) -> None:
     )
     # Not at once: `freeze_objects` blocks the event loop for some ten milliseconds, while the
     # plugin servers are about to register.
-    await agent.run(
+    return await agent.run(
         stop, started=functools.partial(loop.call_later, _FREEZE_AFTER_SECONDS, freeze_objects)
     )
 
@@ -379,11 +384,18 @@ class Agent:
             share_seconds=lambda: self._share_seconds.sums,
         )
         self.web = LateWeb(self._report.status, settings, self._cluster.may_get)
+        self._succession = Succession(
+            settings.state_directory, kubelet.device_plugin_directory, self._journal
+        )
 
     async def run(
         self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None
-    ) -> None:
-        """Start, call ``started``, run until ``stop`` is set, and stop in order.
+    ) -> bool:
+        """Start, call ``started``, run until ``stop`` is set, and stop in order. An agent that has
+        handed over only waits for ``stop``, or for the end of its successor.
+
+        Returns:
+            Whether the successor ended first, so that this node needs an agent.
 
         Raises:
             AgentError: it cannot start; whatever had been started is stopped again.
@@ -404,10 +416,16 @@ class Agent:
             try:
                 if await unless(stop, self._start_all()):
                     started()
-                    await stop.wait()
+                    await first_of(stop.wait(), self._succession.handed_over.wait())
             finally:
                 await self._stop()
+            if self._succession.handed_over.is_set():
+                await first_of(stop.wait(), self._succession.successor_lost.wait())
         _logger.info("agent.stopped")
+        needed_again = self._succession.successor_lost.is_set() and not stop.is_set()
+        if needed_again:
+            self._journal.record("agent.successor_lost", level="warning")
+        return needed_again
 
     def register_again(self) -> None:
         """Let every plugin server begin again with the kubelet; all else goes on."""
@@ -444,12 +462,14 @@ class Agent:
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
         await self._missing_devices.load_instances()
-        await self._share_seconds.load()
         await self._cdi.begin(settings, self._watch.inventory.value)
         await self._families.apply(settings)
         await self._know_holders()
+        await self._take_over()
+        await self._share_seconds.load()
         await self._grants.restore()
         await self._grants.withdraw_foreign_specs()
+        self._allocator.ready.set()
         self._cluster.start_writers(
             self._allocator,
             self._refusals,
@@ -474,6 +494,20 @@ class Agent:
         await self._cluster.written_once(api_server.START_WAIT_SECONDS)
         self._mps.start()
         await self._offering.sync()
+        self._start_loops(settings)
+        await self._succession.listen(self._hand_over)
+        self._report.starting = ""
+        inventory = self._watch.inventory.value
+        _logger.info(
+            "agent.started",
+            gpus=len(inventory.gpus),
+            driver=inventory.driver_version,
+            simulated=inventory.simulated,
+            resources={resource.name: len(resource.ids) for resource in self._ledger.resources},
+            grants=len(self._ledger.grants),
+        )
+
+    def _start_loops(self, settings: Settings) -> None:
         self._supervisor.start(
             "gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds
         )
@@ -530,16 +564,36 @@ class Agent:
                         self._journal,
                     ).run,
                 )
-        self._report.starting = ""
-        inventory = self._watch.inventory.value
-        _logger.info(
-            "agent.started",
-            gpus=len(inventory.gpus),
-            driver=inventory.driver_version,
-            simulated=inventory.simulated,
-            resources={resource.name: len(resource.ids) for resource in self._ledger.resources},
-            grants=len(self._ledger.grants),
-        )
+
+    async def _take_over(self) -> None:
+        """If another agent serves the node, register in its place as soon as it has let go.
+
+        All is ready by then: the sockets are served and the lists encoded. What the other agent has
+        given since this one read the records is read again, and until then the kubelet's calls
+        wait.
+        """
+        if not await self._succession.find_predecessor():
+            return
+        self._allocator.ready.clear()
+        self._offering.may_register.clear()
+        await self._offering.sync()
+        await self._succession.take_over()
+        self._offering.may_register.set()
+        # reading at the same time would make the time without healthy ids longer
+        await self._offering.until_listed(_LIST_SECONDS)
+        await self._grants.load()
+        await self._verification.rebuild()
+
+    async def _hand_over(self) -> None:
+        """Let go of the node: no loop that writes goes on, then no call is answered any more."""
+        self._report.starting = "another agent has taken over this node"
+        for report in self._supervisor.reports:
+            # the plugin servers need the first, and end by themselves
+            if report.name != "kubelet directory" and not self._offering.has_task(report.name):
+                await self._supervisor.stop(report.name)
+        await self._store_records()
+        await self._offering.hand_over()
+        await self._mps.stop(SHUTDOWN_SECONDS)
 
     def _on_file_made(self, path: str) -> None:
         self._regions.take(path)
@@ -549,6 +603,11 @@ class Agent:
         return frozenset(resource.name for resource in self._ledger.resources)
 
     async def _stop(self) -> None:
+        await self._succession.stop_listening()
+        if self._succession.handed_over.is_set():
+            # all that the successor needs stays: the specs of containers, the Node's annotations
+            await self._release_driver_and_cluster()
+            return
         self._report.starting = "the agent is stopping"
         _logger.info("agent.stopping")
         try:
@@ -566,10 +625,15 @@ class Agent:
         await self._store_records()
         await self._cdi.withdraw()
         await self._cluster.withdraw(SHUTDOWN_SECONDS)
+        await self._release_driver_and_cluster()
+
+    async def _release_driver_and_cluster(self) -> None:
         await self._cluster.close()
         self._pod_resources.close()
         with contextlib.suppress(TimeoutError):
             await self._watch.stop(2 * nvml_thread.EVENT_WAIT_SECONDS)
+        # last, because a predecessor that still runs begins again when it sees this end
+        self._succession.close()
 
     async def _store_records(self) -> None:
         """Write what the loops of records have not written yet; a disk that hangs delays the stop

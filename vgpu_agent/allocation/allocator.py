@@ -12,6 +12,7 @@ Allocate answers with a CDI name that stands for the ids (`late_start`), or for 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,8 @@ class Allocator:
         allocated_at: resource → unix seconds of its last Allocate.
         late_start: the starts of containers whose pods decide.
         early: their answers in early mode.
+        ready: while it is not set, the kubelet's calls wait: the ledger is about to be read from
+            the records of an agent that has just stopped.
     """
 
     def __init__(self, context: Context) -> None:
@@ -75,6 +78,8 @@ class Allocator:
         self._desired_pods = desired_state.DesiredPods()
         self._locks = NodeLocks()
         self.allocated_at: dict[str, float] = {}
+        self.ready = asyncio.Event()
+        self.ready.set()
 
     @property
     def revision(self) -> Revision:
@@ -175,6 +180,7 @@ class Allocator:
             UnhealthyDeviceError: a device that must not be given to any container now.
             CapacityError: more than a device has.
         """
+        await self.ready.wait()
         extra = {}  # fields of the log line
         try:
             offered = self._ledger.resource(resource)
@@ -231,6 +237,7 @@ class Allocator:
             UnknownDeviceError: the ledger knows no holder of the ids.
             AgentError: see `LateStart.start`.
         """
+        await self.ready.wait()
         offered = self._ledger.resource(resource)
         match offered.decided_by:
             case Decider.IDS:

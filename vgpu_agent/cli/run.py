@@ -8,6 +8,7 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 
 from vgpu_agent import log
 from vgpu_agent.config import load, options
@@ -69,5 +70,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # The import takes 200 ms, and an invalid configuration is reported before it.
     from vgpu_agent import agent  # noqa: PLC0415
 
-    asyncio.run(agent.run(loaded))
+    if asyncio.run(agent.run(loaded)):
+        # The agent that had taken over is gone. Begin again in this process, because the kubelet
+        # waits longer and longer before it restarts a container.
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - ourselves
     return 0

@@ -132,7 +132,7 @@ class Reading:
                     self._add_option(option, flags[name], Place(f"flag {name}", name))
 
     def derive_from_simulate(self) -> None:
-        """Point the roots of driver, devices, procfs and MPS at the directory of simulated GPUs.
+        """Point the roots of driver, devices, procfs, MPS and the state at the simulation.
 
         A root that a source has set keeps its value.
         """
@@ -144,6 +144,7 @@ class Reading:
             *((path, "") for path in ("gpu.devRoot",) if self._is_explicit_default(path)),
             ("gpu.procRoot", os.path.join(directory, "proc")),
             ("mps.root", os.path.join(directory, "mps")),
+            ("stateDirectory", os.path.join(directory, "agent-state")),
         ):
             if path not in self._places or self._is_explicit_default(path):
                 self._set(

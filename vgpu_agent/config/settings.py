@@ -260,8 +260,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Meta(
             description=(
                 "Directory of simulated GPUs (`vgpu-agent sim create`) to use instead of real "
-                "ones. The agent reads its sysfs, and takes driverRoot, procRoot and mps.root from "
-                "it unless they are set. Empty: real GPUs."
+                "ones. The agent reads its sysfs, and takes driverRoot, procRoot, mps.root and "
+                "stateDirectory from it unless they are set. Empty: real GPUs."
             )
         ),
     ] = ""
@@ -273,8 +273,9 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
                 "data last read from the API server, so that a restart during an outage offers the "
                 "same resources; `slices.json`, the GPU of each MIG instance, for pods that still "
                 "hold an instance that was removed; `share-seconds.json`, the sums of "
-                "`vgpu_agent_share_seconds_total`; and, with early binding, `grants/`, the answer "
-                "for each container. The directory may be lost at any time while the API server "
+                "`vgpu_agent_share_seconds_total`; with early binding, `grants/`, the answer for "
+                "each container; and `succession.sock`, over which the next agent takes over in an "
+                "upgrade. The directory may be lost at any time while the API server "
                 "answers."
             )
         ),

@@ -97,6 +97,8 @@ class GrpcServer:
         self._running = self._streaming = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._only_streams = asyncio.Event()  # no call with a single answer is running
+        self._only_streams.set()
         handlers = {
             path: Handler(self._unary(path, method), Cardinality.UNARY_UNARY, bytes, bytes)
             for path, method in unary.items()
@@ -134,6 +136,12 @@ class GrpcServer:
         """End all running methods and all connections at once."""
         self._server.cancel_methods()
         self._server.abort_connections()
+
+    async def quiet(self, seconds: float) -> None:
+        """Wait until no call with a single answer is running, at most for ``seconds``; new calls
+        are served meanwhile.
+        """
+        await _within(seconds, self._only_streams.wait())
 
     async def drain(self, grace_seconds: float) -> None:
         """Accept nothing new, let running methods return for up to ``grace_seconds``,
@@ -182,18 +190,17 @@ class GrpcServer:
                         Status.RESOURCE_EXHAUSTED,
                         f"vgpu-agent serves {self._most_streams} streams at a time",
                     )
-                self._streaming += 1
+                self._count(streaming=1)
                 try:
                     await method(request, stream.send_message)
                 finally:
-                    self._streaming -= 1
+                    self._count(streaming=-1)
 
         return serve
 
     @contextlib.asynccontextmanager
     async def _counted(self, path: str) -> Any:
-        self._running += 1
-        self._idle.clear()
+        self._count(running=1)
         try:
             yield
         except (grpclib.GRPCError, StreamTerminatedError, ProtocolError):
@@ -209,9 +216,20 @@ class GrpcServer:
                 "under grpc.bug",
             ) from err
         finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+            self._count(running=-1)
+
+    def _count(self, *, running: int = 0, streaming: int = 0) -> None:
+        """Count calls that begin and end; those with many answers are among the running ones."""
+        self._running += running
+        self._streaming += streaming
+        for event, calls in (
+            (self._idle, self._running),
+            (self._only_streams, self._running - self._streaming),
+        ):
+            if calls:
+                event.clear()
+            else:
+                event.set()
 
 
 class _Methods(dict[str, Handler]):

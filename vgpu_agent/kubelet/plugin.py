@@ -175,6 +175,11 @@ class PluginService:
         """Let every stream return, which the kubelet sees as a clean end."""
         self._ending.set()
 
+    async def prepare(self) -> None:
+        """Encode the list once: what the encoder keeps makes the first list fast."""
+        for _ in self._encoder.parts(self._backend.listing(self._resource.name)):
+            await asyncio.sleep(0)
+
     async def _options(self, _: bytes) -> bytes:
         return codec.encode_options(
             pre_start_required=self._pre_start_required, prefers=self._resource.prefers

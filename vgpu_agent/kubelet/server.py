@@ -9,6 +9,7 @@ endpoints is too racy to reuse anything (kubelet §3).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -71,9 +72,10 @@ class DevicePlugin:
         directory: DirectoryWatch,
         journal: Journal,
         lists: Revision | None = None,
+        may_register: asyncio.Event | None = None,
     ) -> None:
         """Build it; ``lists`` is advanced with each list that the kubelet is sent,
-        and with the end of each stream.
+        and with the end of each stream. Registrations wait for ``may_register``.
         """
         self.resource = resource
         self.status = PluginStatus(resource.name, resource.family)
@@ -82,6 +84,9 @@ class DevicePlugin:
         self._journal = journal
         self._lists = lists
         self._stopping = asyncio.Event()
+        self._has_successor = False
+        self._let_go = asyncio.Event()
+        self._may_register = may_register
         self._ended = asyncio.Event()
         self._ended.set()
         self._registered: _Instance | None = None
@@ -131,13 +136,15 @@ class DevicePlugin:
                         reason=str(err),
                     )
                     await self._until_another(kubelet)
-            await self._retire()
+            if not self._has_successor:
+                await self._retire()
             self.status.state = PluginState.STOPPED
         except asyncio.CancelledError:
             self.status.state = PluginState.STOPPED
             raise
         finally:
             self.status.stream_open = False
+            self._let_go.set()
             self._ended.set()
 
     async def stop(self) -> None:
@@ -150,6 +157,15 @@ class DevicePlugin:
         """
         self._stopping.set()
         await self._ended.wait()
+
+    async def hand_over(self) -> None:
+        """Begin to end, and return when another agent can register: the stream has ended. The calls
+        that are running are answered before, because the kubelet has no healthy ids from the end of
+        the stream on.
+        """
+        self._has_successor = True
+        self._stopping.set()
+        await self._let_go.wait()
 
     async def _attempt(self, kubelet: SocketIdentity, backoff: Backoff) -> None:
         """Do one round; afterwards the next may follow at once,
@@ -173,7 +189,10 @@ class DevicePlugin:
         self.status.state = PluginState.WAITING
         self._journal_reason(reason, kubelet)
         if lasted:
+            # at once: the kubelet has no healthy ids now, e.g. because the last stream of an agent
+            # before this one has ended (kubelet §3)
             backoff.reset()
+            return
         if self._directory.state.value.kubelet_socket != kubelet:
             return
         await self._while_kubelet_is(kubelet, backoff.pause())
@@ -200,6 +219,9 @@ class DevicePlugin:
         Raises:
             KubeletError: the registration failed, or there is another kubelet now.
         """
+        if self._may_register is not None and not self._may_register.is_set():
+            await instance.prepare()
+            await self._may_register.wait()
         while True:
             try:
                 await instance.register(REGISTER_TIMEOUT_SECONDS)
@@ -250,6 +272,9 @@ class DevicePlugin:
             self._registered = None
             if self._stopping.is_set():
                 self.status.state = PluginState.DRAINING
+            if self._has_successor:
+                await instance.let_go()
+                self._let_go.set()
             await instance.close()
             self.status.endpoint = ""
 
@@ -447,6 +472,22 @@ class _Instance:
                 self._service.activity.newer_than(self._service.activity.version),
                 timeout_seconds=left,
             )
+
+    async def let_go(self) -> None:
+        """End the streams while no other call is running; wait for both as long as draining may
+        take.
+        """
+        await self._server.quiet(DRAIN_SECONDS)
+        self._service.end_streams()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self._service.open_streams:
+                    activity = self._service.activity
+                    await activity.newer_than(activity.version)
+
+    async def prepare(self) -> None:
+        """Encode the list, so that it can be sent as soon as the kubelet asks for it."""
+        await self._service.prepare()
 
     async def close(self) -> None:
         """Let streams return, close every connection, remove the socket;

@@ -9,6 +9,7 @@ reason instead of being registered and dropped again and again (kubelet §10).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Revision
@@ -78,6 +79,9 @@ class Offering:
         self._closed = False
         # advances with each list that the kubelet is sent, and each stream that ends
         self.lists = Revision()
+        # while it is not set, plugin servers are ready, and do not register
+        self.may_register = asyncio.Event()
+        self.may_register.set()
         self.withheld: dict[str, str] = {}  # resource → why it is not offered
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
         # each returns why a resource must not be served now; `sync` asks again
@@ -121,11 +125,22 @@ class Offering:
         """The plugin servers, whose lists `advertised` compares."""
         return tuple(self._plugins.values())
 
+    def has_task(self, name: str) -> bool:
+        """Tell whether ``name`` is the supervised task of a plugin server."""
+        return name in map(_task, self._plugins)
+
     async def sync(self) -> None:
         """Run exactly the plugin servers that the ledger's offers call for."""
         async with self._changing:
             if not self._closed:
                 await self._sync()
+
+    async def until_listed(self, seconds: float) -> None:
+        """Wait until every plugin server has sent its list to the kubelet, at most ``seconds``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(plugin.last_sent is None for plugin in self._plugins.values()):
+                    await self.lists.newer_than(self.lists.version)
 
     def withhold(self, resource: str, why: Withheld) -> None:
         """Log once, and show in the readiness, why ``resource`` is not offered,
@@ -177,11 +192,17 @@ class Offering:
 
     async def stop(self) -> None:
         """Drain every plugin server for good; containers go on, and their ids stay theirs."""
-        self._closed = True
-        for resource in list(self._waiting):
-            self._end_wait(resource)
+        self._close()
         async with self._changing:
             await self._stop(list(self._plugins))
+
+    async def hand_over(self) -> None:
+        """Let go of every resource for good; return when another agent can register them. The
+        servers end by themselves afterwards.
+        """
+        self._close()
+        async with self._changing:
+            await asyncio.gather(*(plugin.hand_over() for plugin in self._plugins.values()))
 
     async def _sync(self) -> None:
         wanted = {
@@ -211,10 +232,16 @@ class Offering:
                 self._directory,
                 self._journal,
                 self.lists,
+                self.may_register,
             )
             self._supervisor.start(_task(name), plugin.run)
         served = {plugin.resource.family for plugin in self._plugins.values()}
         self._ledger.withhold({resource.family for resource in self._ledger.resources} - served)
+
+    def _close(self) -> None:
+        self._closed = True
+        for resource in list(self._waiting):
+            self._end_wait(resource)
 
     async def _stop(self, names: list[str]) -> None:
         stopping = [self._plugins.pop(name) for name in names]

@@ -1,0 +1,203 @@
+"""Two agents of one node at once, as in a rolling update with ``maxSurge: 1``: the new one takes
+over when it is ready to serve, and the old one serves again if the new one fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import constants
+from tests.component.conftest import QUICK, SHARED, Stage
+from tests.component.volcano import NUMBER, VolcanoStage, asks, volcano_stage
+from vgpu_agent.agent.succession import SOCKET
+from vgpu_agent.sim.agent_process import AgentProcess
+from vgpu_agent.sim.kubelet.faults import AdmissionError
+
+PODS = 40
+
+
+async def _start_beside(stage: Stage, config: str = QUICK + SHARED) -> AgentProcess:
+    """A second agent, started while the first runs, once it serves."""
+    second = stage.agent(config)
+    await second.start()
+    await second.until_ready()
+    return second
+
+
+async def test_the_new_agent_takes_over_between_two_pods(stage: Stage) -> None:
+    """Pods are admitted all the time. The kubelet fails those that it admits between the end of the
+    old stream and the new list, which no agent can avoid, and no other. No id is given twice.
+    """
+    many = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 40}]}}\n"
+    old = await stage.ready_agent(QUICK + many)
+    admitted, failed_at = [], []
+
+    async def admit() -> None:
+        for number in range(PODS):
+            try:
+                admitted.append(await stage.admit(f"pod-{number}"))
+            except AdmissionError:
+                failed_at.append(time.time())
+            await asyncio.sleep(0.05)
+
+    pods = asyncio.ensure_future(admit())
+    new = stage.agent(QUICK + many)
+    await new.start()
+    await new.until_ready()
+    await pods
+    ids = [one for pod in admitted for one in stage.ids(pod)]
+    assert len(ids) == len(set(ids)) == len(admitted)
+    assert (await new.until_logged("agent.took_over"))["predecessor"]
+    ended = _moment(await old.until_logged("stream.ended"))
+    registered = _moment(await new.until_logged("plugin.registered"))
+    assert all(ended <= at <= registered + 0.2 for at in failed_at), (ended, registered, failed_at)
+    assert len(admitted) > PODS / 2
+    status, text = await old.get_text("/readyz")
+    assert status == 503
+    assert "another agent has taken over this node" in text
+    held = (await new.get("/debug/ledger"))["grants"]
+    assert {one for grant in held for one in grant["ids"]} == set(ids)
+    assert await old.terminate() == 0
+    await stage.allocatable(80)
+    assert (await new.get_text("/readyz"))[0] == 200
+
+
+def _moment(line: dict[str, Any]) -> float:
+    return dt.datetime.fromisoformat(line["ts"]).timestamp()
+
+
+async def test_the_old_agent_serves_again_when_the_new_one_is_killed(stage: Stage) -> None:
+    """A new version that dies before the old pod is deleted does not leave the node without an
+    agent.
+    """
+    old = await stage.ready_agent()
+    new = await _start_beside(stage)
+    await old.until_logged("agent.handed_over")
+    await new.kill()
+    assert (await old.until_logged("agent.successor_lost"))["level"] == "warning"
+    await stage.allocatable(8)
+    pod = await stage.admit("train")
+    assert len(stage.ids(pod)) == 1
+    assert await old.terminate() == 0
+
+
+async def test_a_bad_configuration_of_the_new_agent_changes_nothing(stage: Stage) -> None:
+    """The new one ends before it asks for anything; the old one goes on."""
+    old = await stage.ready_agent()
+    new = stage.agent("version: v1\nsharing: 7\n")
+    await new.spawn()
+    assert await new.wait() == 2
+    assert (await old.get_text("/readyz"))[0] == 200
+    await stage.admit("train")
+
+
+async def test_a_third_agent_takes_over_from_the_second(stage: Stage) -> None:
+    """The first one does not come back when the second has ended: the third serves."""
+    first = await stage.ready_agent()
+    second = await _start_beside(stage)
+    third = await _start_beside(stage)
+    await second.until_logged("agent.handed_over")
+    assert await second.terminate() == 0
+    await stage.admit("train")
+    assert len([line for line in first.log_lines() if line["msg"] == "agent.starting"]) == 1
+    assert await first.terminate() == 0
+    assert (await third.get_text("/readyz"))[0] == 200
+
+
+async def test_what_a_killed_agent_leaves_is_no_predecessor(stage: Stage) -> None:
+    """kill -9 leaves the socket behind, on which nobody listens."""
+    old = await stage.ready_agent()
+    await old.kill()
+    new = await _start_beside(stage)
+    assert not [line for line in new.log_lines() if line["msg"].startswith("agent.took")]
+    await stage.allocatable(8)
+
+
+async def test_a_predecessor_that_hangs_is_not_waited_for_for_ever(stage: Stage) -> None:
+    """A stopped process accepts the connection and never answers."""
+    stage.constants[constants.SUCCESSION_ANSWER] = 1
+    old = await stage.ready_agent()
+    os.kill(old.pid, signal.SIGSTOP)
+    try:
+        new = await _start_beside(stage)
+        assert (await new.until_logged("agent.predecessor_silent"))["level"] == "warning"
+        await stage.admit("train")
+    finally:
+        os.kill(old.pid, signal.SIGCONT)
+        await old.kill()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"\n", b"x" * 100_000, b'{"protocol": 99, "version": "9", "kubeletDirectory": "/"}\n'],
+    ids=["nothing", "an empty line", "no end", "another protocol"],
+)
+async def test_nonsense_on_the_socket_releases_nothing(stage: Stage, line: bytes) -> None:
+    """The agent goes on, and another one can still take over."""
+    old = await stage.ready_agent()
+    reader, writer = await asyncio.open_unix_connection(os.fspath(_socket(stage)))
+    writer.write(line)
+    if not line:
+        writer.write_eof()
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert not answer or not json.loads(answer).get("released")
+    writer.close()
+    assert (await old.get_text("/readyz"))[0] == 200
+    await _start_beside(stage)
+    await old.until_logged("agent.handed_over")
+
+
+def _socket(stage: Stage) -> Path:
+    (found,) = stage.folder.rglob(SOCKET)
+    return found
+
+
+@pytest.fixture
+async def volcano(folder: Path) -> AsyncIterator[VolcanoStage]:
+    """A node with two A10 in a cluster with Volcano."""
+    async with volcano_stage(folder) as stage:
+        yield stage
+
+
+async def test_pods_that_decide_start_with_their_shares_all_along(volcano: VolcanoStage) -> None:
+    """Pods are bound and started while the agents change. Each container has its scheduler's share,
+    and the scheduler never sees the node leave.
+    """
+    old = await volcano.start_agent()
+    names = [f"pod-{number}" for number in range(16)]
+
+    async def create() -> None:
+        for name in names:
+            volcano.cluster.create_pod(name, asks(1, 2))
+            await asyncio.sleep(0.15)
+
+    pods = asyncio.ensure_future(create())
+    new = AgentProcess(
+        volcano.folder / "new.log",
+        kubelet=volcano.cluster.kubelet_directory,
+        simulate=volcano.gpus.directory,
+        config=volcano.config,
+        constants=volcano.constants,
+    )
+    volcano.agent = new
+    await new.start()
+    await new.until_ready()
+    await new.until_logged("agent.took_over")
+    await pods
+    for name in names:
+        await volcano.cluster.running(name)
+    await volcano.settled(*names)
+    volcano.check()
+    assert await old.terminate() == 0
+    assert int(volcano.allocatable[NUMBER]) > 0
+    await volcano.serve("after", asks(1, 2))

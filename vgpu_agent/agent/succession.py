@@ -1,0 +1,249 @@
+"""Take over a node from the agent that serves it, and hand it over to the next one.
+
+In a rolling update the new agent starts beside the old one (``maxSurge: 1``). It reads GPUs, pods
+and the kubelet's records first. Then it asks the old one, over a socket in ``stateDirectory``, to
+let go, and registers with the kubelet as soon as the last stream of the old one has ended. The
+kubelet has no healthy ids for these few milliseconds only. Registering earlier would not help:
+kubelets up to 1.36 drop the new registration when the old stream ends (kubelet §3).
+
+The old agent then does nothing but wait for its end. If the new one dies first, the old one starts
+again from the beginning. At no time do two agents answer the kubelet or write to the cluster.
+
+Each message is one line of JSON. The new agent sends `Request`, the old one answers `Answer`, and
+the connection stays open: its end tells the old agent that the new one is gone.
+
+Used by `composition`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent import __version__, log
+from vgpu_agent.errors import AgentError, ListenError
+from vgpu_agent.grpc import sockets
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.journal import Journal
+
+_logger = log.get(__name__)
+
+SOCKET = "succession.sock"
+_PROTOCOL = 1
+# An agent lets its plugin servers drain (3 s) and its MPS daemons end (10 s) before it answers.
+ANSWER_SECONDS = 15.0
+# A request that does not come at once is none of ours.
+_REQUEST_SECONDS = 5.0
+_LONGEST_LINE = 4096
+# The last line of a successor that has handed over in turn: its predecessor is not needed any more.
+_HANDED_ON = b"{}\n"
+
+
+class Request(msgspec.Struct, frozen=True, rename="camel"):
+    """The wish of a new agent to take over.
+
+    Attributes:
+        protocol: the version of this protocol.
+        version: the version of the new agent, for the log.
+        kubelet_directory: the directory of plugin sockets that it serves.
+    """
+
+    protocol: int
+    version: str
+    kubelet_directory: str
+
+
+class Answer(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """The answer of the old agent.
+
+    Attributes:
+        released: the old agent answers no call of the kubelet and writes nothing any more.
+        busy: another agent is taking over, or has.
+        version: the version of the old agent, for the log.
+    """
+
+    released: bool = False
+    busy: bool = False
+    version: str = ""
+
+
+class Succession:
+    """One agent's place in the sequence of agents of a node.
+
+    State: the connection to the predecessor, if there was one; the listening socket; the connection
+    of the successor, once there is one.
+
+    Attributes:
+        handed_over: set when a successor has been given the node.
+        successor_lost: set when that successor's connection has ended.
+    """
+
+    def __init__(self, state_directory: str, kubelet_directory: Path, journal: Journal) -> None:
+        """Build it without any connection."""
+        self._path = Path(state_directory) / SOCKET
+        self._kubelet_directory = os.fspath(kubelet_directory)
+        self._journal = journal
+        self._reader: asyncio.StreamReader | None = None
+        self._predecessor: asyncio.StreamWriter | None = None
+        self._server: asyncio.Server | None = None
+        self._identity: sockets.SocketIdentity | None = None
+        self._releasing = False
+        self.handed_over = asyncio.Event()
+        self.successor_lost = asyncio.Event()
+
+    async def find_predecessor(self) -> bool:
+        """Connect to the agent that serves this node; tell whether there is one."""
+        try:
+            self._reader, self._predecessor = await asyncio.open_unix_connection(
+                os.fspath(self._path), limit=_LONGEST_LINE
+            )
+        except (OSError, ValueError):  # ValueError: the path is too long, so there is no socket
+            return False
+        return True
+
+    async def take_over(self) -> None:
+        """Ask the predecessor to let go, and return when it has, or when it is gone. One that does
+        not answer within `ANSWER_SECONDS` counts as dead.
+
+        Raises:
+            AgentError: a third agent is taking over at the same time.
+        """
+        if self._reader is None or self._predecessor is None:
+            return
+        request = Request(_PROTOCOL, __version__, self._kubelet_directory)
+        answer = await self._ask(self._reader, self._predecessor, request)
+        if answer is not None and answer.released:
+            # the connection stays open: its end would tell that this agent is gone
+            self._journal.record("agent.took_over", predecessor=answer.version)
+            return
+        self._predecessor.close()
+        self._predecessor = None
+        if answer is not None and answer.busy:
+            raise AgentError(
+                "another agent is just taking over this node from its predecessor. Two of them run "
+                "beside the one that serves the node; this one ends, and tries again when it is "
+                "started again"
+            )
+
+    async def listen(self, release: Callable[[], Awaitable[None]]) -> None:
+        """Let the next agent take over from now on; ``release`` ends all that two agents must not
+        do at the same time.
+
+        Where that is impossible, it is logged, and an upgrade has the gap of a restart.
+        """
+        # Under another name first: the predecessor's socket goes with the new one's appearance.
+        unfinished = self._path.with_suffix(".new")
+        try:
+            listener = await asyncio.to_thread(_bind, unfinished)
+            self._server = await asyncio.start_unix_server(
+                functools.partial(self._serve, release), sock=listener, limit=_LONGEST_LINE
+            )
+            await asyncio.to_thread(os.replace, unfinished, self._path)
+        except (ListenError, OSError) as err:
+            self._journal.record(
+                "succession.unavailable",
+                level="warning",
+                path=str(self._path),
+                error=str(err),
+                remedy=(
+                    "make stateDirectory a directory in which the agent can create a socket; until "
+                    "then an upgrade leaves the node without healthy ids for a second or two"
+                ),
+            )
+            return
+        self._identity = await asyncio.to_thread(sockets.identity, self._path)
+
+    async def stop_listening(self) -> None:
+        """Let no agent take over any more. A successor keeps its connection."""
+        if self._server is not None:
+            self._server.close()
+            # not the successor's, which has the same name
+            if await asyncio.to_thread(sockets.identity, self._path) == self._identity:
+                await asyncio.to_thread(sockets.remove, self._path)
+
+    def close(self) -> None:
+        """End the connection to the predecessor. If its process is still there, it serves the node
+        again, unless this agent has handed over itself.
+        """
+        if self._predecessor is not None:
+            if self.handed_over.is_set():
+                self._predecessor.write(_HANDED_ON)
+            self._predecessor.close()
+
+    async def _ask(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request
+    ) -> Answer | None:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                writer.write(msgspec.json.encode(request) + b"\n")
+                await writer.drain()
+                line = await reader.readline()
+            return msgspec.json.decode(line, type=Answer) if line else None
+        except TimeoutError:
+            self._journal.record(
+                "agent.predecessor_silent", level="warning", waited_seconds=ANSWER_SECONDS
+            )
+        except (OSError, ValueError) as err:  # DecodeError and an endless line are ValueErrors
+            _logger.warning("succession.broken", error=str(err))
+        return None
+
+    async def _serve(
+        self,
+        release: Callable[[], Awaitable[None]],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Serve the connection of one agent that may become the successor."""
+        is_successor, handed_on = not self._releasing, False
+        try:
+            with contextlib.suppress(OSError):
+                if await self._hand_over(release, reader, writer):
+                    handed_on = await reader.readline() == _HANDED_ON
+        finally:
+            if is_successor and self.handed_over.is_set() and not handed_on:
+                self.successor_lost.set()
+            writer.close()
+
+    async def _hand_over(
+        self,
+        release: Callable[[], Awaitable[None]],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> bool:
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                request = msgspec.json.decode(await reader.readline(), type=Request)
+        except (TimeoutError, ValueError) as err:
+            _logger.warning("succession.broken", error=str(err) or "no request came")
+            return False
+        if request.protocol != _PROTOCOL or request.kubelet_directory != self._kubelet_directory:
+            answer = Answer(version=__version__)  # it serves another kubelet, or is from the future
+        elif self._releasing:
+            answer = Answer(busy=True, version=__version__)
+        else:
+            self._releasing = True
+            try:
+                await release()
+            finally:  # half released, this agent is of no use either
+                self.handed_over.set()
+            self._journal.record("agent.handed_over", successor=request.version)
+            answer = Answer(released=True, version=__version__)
+        writer.write(msgspec.json.encode(answer) + b"\n")
+        await writer.drain()
+        return answer.released
+
+
+def _bind(path: Path) -> socket.socket:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sockets.remove(path)  # an earlier agent was killed before it could rename it
+    return sockets.bind(path, "stateDirectory")
