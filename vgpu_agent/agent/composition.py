@@ -482,7 +482,7 @@ class Agent:
             sent=lambda: self._offering.sent_to_several_families,
             lists=self._offering.lists,
             withdrawn=self._ledger.withdrawn,
-            counted=self._ledger.counted,
+            counted=self._ledger.counts_written,
             gpus=GpuFacts(
                 self._watch.inventory,
                 driver=lambda: self._watch.status,

@@ -101,6 +101,7 @@ class Excess(NamedTuple):
                 if wanted.exclusive
                 else "a container holds all of it"
             )
+        # a place is the room for one holder
         more, unit = {
             Measure.MEMORY: (wanted.memory_mib, "MiB"),
             Measure.CORES: (wanted.cores_percent, "% of the compute"),

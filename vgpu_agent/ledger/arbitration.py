@@ -61,7 +61,7 @@ class Arbitration:
 
     def _reset(self) -> None:
         self._withdrawals = Withdrawals(self._clock)
-        self._turns = Turns(self._clock, self._withdrawals.lasts_seconds)
+        self._turns = Turns(self._clock, self._withdrawals.seconds_at_kubelet)
         self._drains = Drains(self._clock)
         self._is_new = True  # nothing has used the three since
 
@@ -96,7 +96,8 @@ class Arbitration:
 
         Args:
             devices: of the ledger, from now on.
-            number: the number of the round of withdrawals, if this begins one; see `counted`.
+            number: the number of the round of withdrawals, if this begins one; see
+                `counts_written`.
             holders_unknown: it is not known which family has which GPU.
             listed: the kubelet has been sent a list.
 
@@ -125,12 +126,12 @@ class Arbitration:
         moved = self._turns.move_on()
         return self._withdrawals.end() or moved
 
-    def counted(self, number: int | None) -> bool:
+    def counts_written(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds of withdrawals up to ``number``, or,
         with None, that the agent cannot write them. Return whether a withdrawal ends earlier
         because of that.
         """
-        return self._withdrawals.counted(number)
+        return self._withdrawals.counts_written(number)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -170,9 +171,9 @@ class Arbitration:
         """
         return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
 
-    def lasts(self, gpu: str, family: str) -> bool:
+    def still_at_kubelet(self, gpu: str, family: str) -> bool:
         """Tell whether the kubelet may still give the GPU to pods of the family."""
-        return self._withdrawals.lasts(gpu, family)
+        return self._withdrawals.still_at_kubelet(gpu, family)
 
     def is_first(self, gpu: str, family: str) -> bool:
         """Tell whether ``family`` alone is offered the GPU now, because it is its turn."""

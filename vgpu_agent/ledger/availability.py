@@ -32,8 +32,8 @@ class Context(NamedTuple):
         claims: GPU → the oldest claim on it; none where claims do not count.
         why_waits: GPU, family → why another family is offered the GPU first; empty where none is,
             or where turns do not count.
-        lasts: GPU, family → whether the kubelet may still grant to the family what schedulers no
-            longer see; always False in answers that are not for the kubelet.
+        still_at_kubelet: GPU, family → whether the kubelet may still grant to the family what
+            schedulers no longer see; always False in answers that are not for the kubelet.
     """
 
     devices: Mapping[str, Device]
@@ -42,7 +42,7 @@ class Context(NamedTuple):
     offers_all_of: Callable[[Grant], bool]
     claims: Mapping[str, Claim]
     why_waits: Callable[[str, str], str]
-    lasts: Callable[[str, str], bool]
+    still_at_kubelet: Callable[[str, str], bool]
 
 
 def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
@@ -91,7 +91,9 @@ def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:
                 # Where the pod decides, its ids name no GPU: a pod that was on its way is admitted,
                 # and its start waits.
                 return (
-                    "" if not by_ids and known.lasts(gpu, resource.family) else serves(grant.family)
+                    ""
+                    if not by_ids and known.still_at_kubelet(gpu, resource.family)
+                    else serves(grant.family)
                 )
             if by_ids and share.device != device and gpu in (share.device, device):
                 # From before MIG mode was switched: a GPU and its MIG instances are never both
@@ -120,7 +122,7 @@ def _kept(gpu: str, resource: Resource, known: Context) -> str:
     empty when none does.
     """
     reason = why_kept(gpu, resource.family, known.claims) or known.why_waits(gpu, resource.family)
-    return "" if reason and known.lasts(gpu, resource.family) else reason
+    return "" if reason and known.still_at_kubelet(gpu, resource.family) else reason
 
 
 def strangers(

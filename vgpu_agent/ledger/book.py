@@ -172,14 +172,14 @@ class Ledger:
         if self._arbitration.move_on():
             self._changed()
 
-    def counted(self, number: int | None) -> None:
+    def counts_written(self, number: int | None) -> None:
         """Take note that the Node has the counts as they were offered when `withdrawn` was
         ``number``, or, with None, that no one but the kubelet can write them.
 
         Until then the kubelet keeps what is withdrawn, for the pods that schedulers bind by the
         older counts.
         """
-        if self._arbitration.counted(number):
+        if self._arbitration.counts_written(number):
             self.revision.advance()  # wakes a loop that waits for `turn_ends_in_seconds`
 
     def has_settled(self, device: str) -> bool:
@@ -750,7 +750,7 @@ class Ledger:
             self._grants.offers_all_of,
             self._arbitration.oldest_claims if claims else {},
             self._arbitration.why_waits if turns else _never,
-            self._arbitration.lasts if at_kubelet else _no,
+            self._arbitration.still_at_kubelet if at_kubelet else _no,
         )
         return {device: availability.trouble(device, resource, known) for device in asked}
 

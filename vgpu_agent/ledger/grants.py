@@ -112,7 +112,8 @@ class Grants:
 
     def restate(self, stand_for: Callable[[Grant], tuple[Share, ...]]) -> bool:
         """Bring the shares of each grant whose ids name devices and are all offered in line with
-        today's settings; tell whether any share changed.
+        today's settings; tell whether any share changed. ``stand_for`` returns the shares that the
+        ids of a grant stand for now.
         """
         restated = {
             number: msgspec.structs.replace(grant, shares=shares)

@@ -132,6 +132,7 @@ class Reconciliation:
             return None
         for grant in grants:
             self._grants.take_from(grant, set(holding.ids))
+        # It is the reservation that Allocate made, by other ids, and not a grant that was unknown.
         continued = interpreted.by_pod and bool(grants) and undecided
         adopted = self._grants.add(
             Grant(

@@ -7,7 +7,7 @@ goes through a *round*: it is offered to one family after the other, to each alo
 the pause between two turns it is offered to none, until schedulers have seen that the turn is over
 and the pods that they have bound by then are known (`withdrawals`). The family that had the GPU
 comes last. The others are ordered by the time at which each last came first, the longest ago in
-front. A family that is not served at the moment has no turn.
+front. A family whose pods cannot start now has no turn.
 
 `arbitration` holds one `Turns` and reports every change to it. A node with one family has no turns.
 """
@@ -29,12 +29,12 @@ TURN_SECONDS = 1.0
 and short beside the start of a container.
 """
 
-_SLOT_SECONDS = TURN_SECONDS + WITHDRAWAL_SECONDS
+_TURN_AND_PAUSE_SECONDS = TURN_SECONDS + WITHDRAWAL_SECONDS
 
 
 def round_seconds(families: int) -> float:
     """Return the time from a GPU's return until it is offered to all of that many families."""
-    return families * _SLOT_SECONDS - WITHDRAWAL_SECONDS
+    return families * _TURN_AND_PAUSE_SECONDS - WITHDRAWAL_SECONDS
 
 
 class _Round(msgspec.Struct):
@@ -55,8 +55,9 @@ class _Round(msgspec.Struct):
     @property
     def left_after(self) -> float:
         """The seconds of the round after `until`, if no pause takes longer than planned."""
-        slots = (len(self.families) - 1 - self.turn) * _SLOT_SECONDS
-        return max(0.0, slots - WITHDRAWAL_SECONDS if self.pausing else slots)
+        later_turns = len(self.families) - 1 - self.turn
+        seconds = later_turns * _TURN_AND_PAUSE_SECONDS
+        return max(0.0, seconds - WITHDRAWAL_SECONDS if self.pausing else seconds)
 
 
 class Turns:

@@ -39,7 +39,7 @@ class Withdrawals:
         self._clock = clock
         self._offered: frozenset[tuple[str, str]] = frozenset()
         self._until: dict[tuple[str, str], float] = {}
-        # whether the agent writes the counts to the Node, and calls `counted` after it
+        # whether the agent writes the counts to the Node, and calls `counts_written` after it
         self._are_written = False
         # of each whose count the Node does not show yet: its round, and when that began
         self._unwritten: dict[tuple[str, str], tuple[int, float]] = {}
@@ -67,7 +67,7 @@ class Withdrawals:
         self._until.update(dict.fromkeys(withdrawn, now + seconds))
         return bool(withdrawn)
 
-    def counted(self, number: int | None) -> bool:
+    def counts_written(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds up to ``number``, or, with None,
         that the agent cannot write them. Return whether a withdrawal ends earlier for it.
 
@@ -82,11 +82,11 @@ class Withdrawals:
                 self._until[each] = min(self._until[each], now + left)
         return changed
 
-    def lasts(self, gpu: str, family: str) -> bool:
+    def still_at_kubelet(self, gpu: str, family: str) -> bool:
         """Tell whether the kubelet may still give the GPU to pods of the family."""
         return self._clock() < self._until.get((gpu, family), 0.0)
 
-    def lasts_seconds(self, gpu: str) -> float:
+    def seconds_at_kubelet(self, gpu: str) -> float:
         """Return how long the kubelet may still give the GPU to a family that is not offered it."""
         ends = (until for (each, _), until in self._until.items() if each == gpu)
         return max(0.0, max(ends, default=0.0) - self._clock())

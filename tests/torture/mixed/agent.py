@@ -244,7 +244,7 @@ class MixedAgent:
             self._counts,
             self._lists,
             self.ledger.withdrawn,
-            self.ledger.counted,
+            self.ledger.counts_written,
             journal,
         )
 
