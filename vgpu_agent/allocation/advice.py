@@ -48,7 +48,12 @@ def for_scheduled(
     ]
     sentences.append(waiting(binding))
     if share is not None:
-        demand = DeviceDemand(1, lambda _: share.memory_mib, share.cores_percent, "")
+        demand = DeviceDemand(
+            count=1,
+            memory_mib=lambda _: share.memory_mib,
+            cores_percent=share.cores_percent,
+            text="",
+        )
         fitting = [
             room.device
             for room in ledger.rooms(resource.name)

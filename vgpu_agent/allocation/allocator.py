@@ -186,7 +186,7 @@ class Allocator:
             offered = self._ledger.resource(resource)
             if offered.decided_by is Decider.NOBODY:  # it is only there for schedulers to count
                 if self.mode is not None and not self.mode.late:
-                    self.early.counted(resource, len(ids))
+                    self.early.note_counted_ids(resource, len(ids))
                 return Edits()
             next(
                 family for family in self._context.families.all if family.name == offered.family

@@ -157,7 +157,7 @@ class Context(msgspec.Struct):
         by: str,
         provision: Provision,
     ) -> GrantRecord:
-        """Return the record of a decision that is made now, for the carrier.
+        """Return the record of a decision that is made now, for the carrier; ``by`` is the decider.
 
         Its time is later than that of every other record, because the order of the records shows
         which containers of a pod have ended. The records outlive reboots, so their time is wall

@@ -66,12 +66,13 @@ class Demand:
             if offer.decided_by is not Decider.NOBODY
         }
         self._before = {(claim.pod_uid, claim.gpu): claim.since for claim in ledger.claims}
-        # GPU → the families of claims by annotation, as far as they are no older than demand
-        self._named: dict[str, set[str]] = {}
+        # GPU → the families of claims by annotation: the young ones, which give way to demand
+        # (`EQUAL_AGE_SECONDS`), and the older ones, to which demand gives way
+        self._young: dict[str, set[str]] = {}
         self._older: dict[str, set[str]] = {}
         for claim in named:
             young = now - claim.since <= EQUAL_AGE_SECONDS
-            (self._named if young else self._older).setdefault(claim.gpu, set()).add(claim.family)
+            (self._young if young else self._older).setdefault(claim.gpu, set()).add(claim.family)
         self._taken: dict[str, str] = {}  # GPU → the family that older demand keeps it for
         self._left: dict[str, _Left] = {}
         # ids that were granted a moment ago, to pods that are not known yet
@@ -137,7 +138,7 @@ class Demand:
 
         def rank(gpu: str) -> tuple[bool, ...]:
             kept_before = (pod.kubelet_uid, gpu) in self._before
-            named = bool(self._named.get(gpu, set()) - {family})
+            named = bool(self._young.get(gpu, set()) - {family})
             return (
                 gpu not in self._taken,
                 not kept_before,

@@ -222,6 +222,13 @@ def _rank(
 
     That is the container that runs last in its pod, or, in an unknown pod, the smaller entry. An
     init container that runs comes first: the containers after it have not started.
+
+    Args:
+        entry: a line of the checkpoint.
+        pod: its pod, if that is known.
+        shown: (resource, pod's UID, container) of the lines of pod-resources.
+        running_inits: see `with_single_holders`.
+        decided: see `with_single_holders`.
     """
     uid, name, resource = entry.owner.pod_uid, entry.owner.container, entry.resource
     if (uid, name) in running_inits:

@@ -572,7 +572,7 @@ class LateStart:
             (record.owner.pod_uid, record.owner.container, record.resource)
             for record in context.carrier.records
         }
-        wanted, unmade = [], set()
+        wanted, failed = [], set()
         for grant in context.ledger.grants:
             family, owner = families.get(grant.family), grant.owner
             if family is None or owner is None or not grant.proven or not grant.shares:
@@ -600,7 +600,7 @@ class LateStart:
                     question(context, offered, pod, owner.container, grant.ids), grant.shares
                 )
             except AgentError as err:  # one that cannot be made must not stop the others
-                unmade.add(token)
+                failed.add(token)
                 if self._failed_deliveries.is_new(token, str(err)):
                     _logger.warning(
                         "grants.not_restored",
@@ -612,7 +612,7 @@ class LateStart:
             by = grant.evidence[-1] if grant.evidence else "decided before"
             record = context.record(token, len(grant.ids), pod, owner, grant, by, provision)
             wanted.append((record, provision))
-        self._failed_deliveries.keep_only(unmade)
+        self._failed_deliveries.keep_only(failed)
         return wanted
 
     def is_current(self, record: GrantRecord) -> bool:

@@ -92,7 +92,7 @@ class EarlyBinding:
 
     # -- Allocate ----------------------------------------------------------------------------------
 
-    def counted(self, resource: str, count: int) -> None:
+    def note_counted_ids(self, resource: str, count: int) -> None:
         """Note that the kubelet has allocated ``count`` ids of a resource that is only counted.
         This is evidence of the container of the next call.
         """
@@ -248,6 +248,7 @@ class EarlyBinding:
             return ""
         memory, cores = collections.Counter[str](), collections.Counter[str]()
         for each in lasting:
+            # the ids are not known, and a decision depends on their number only
             ids = ("",) * min(each.limits[name], len(offered.ids))
             asked = self._question(offered, pod, each.name, ids)
             for share in family.decide(asked).shares:
