@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.golden import U0, U1
-from vgpu_agent.cdi.named_devices import Place, opens_another, places, shape
+from vgpu_agent.cdi.named_devices import Place, opens_another, places, present_cards
 from vgpu_agent.model import Gpu, Inventory, MigInstance
 
 M3 = "MIG-cccccccc-0000-5000-8000-000000000003"
@@ -16,7 +16,7 @@ CAPS = ("/dev/nvidia-caps/nvidia-cap228", "/dev/nvidia-caps/nvidia-cap229")
 
 def place_of(uuid: str, *gpus: Gpu) -> Place:
     """Return the place of the device on a node with these GPUs."""
-    return dict(places(shape(Inventory(1, gpus))))[uuid]
+    return dict(places(present_cards(Inventory(1, gpus))))[uuid]
 
 
 WHOLE = place_of(U0, Gpu(U0, index=0, minor=4, name="A100", memory_mib=81920))

@@ -24,7 +24,7 @@ from vgpu_agent.cdi import nvidia_ctk
 from vgpu_agent.cdi.generated_specs import GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
 from vgpu_agent.cdi.inlining import resolve_edits
-from vgpu_agent.cdi.named_devices import opens_another, places, shape
+from vgpu_agent.cdi.named_devices import opens_another, places, present_cards
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions
 from vgpu_agent.cdi.roots import find_roots
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
@@ -210,9 +210,7 @@ class CdiController:
             self._followed = version
 
     def withheld(self, resource: Resource) -> Withheld | None:
-        """Explain why ``resource`` must not be offered now, for `Offering.gates`; None when it
-        may.
-        """
+        """Explain why ``resource`` must not be offered now; None when it may."""
         if self._channels.trouble and self._settings.plugin.imex_required:
             return Withheld(f"{self._channels.trouble}, or set plugin.imexRequired: false")
         return self._unnamed(resource) if self._uses_cdi_names(resource) else None
@@ -285,16 +283,17 @@ class CdiController:
     # -- how it is done ----------------------------------------------------------------------------
 
     @property
-    def _by_names(self) -> bool:
+    def _strategies_use_names(self) -> bool:
+        """Tell whether a device list strategy gives containers their devices by CDI names."""
         return any(
             strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy
         )
 
     def _needed(self) -> bool:
-        return self._settings.cdi.inline or self._by_names
+        return self._settings.cdi.inline or self._strategies_use_names
 
     def _uses_cdi_names(self, resource: Resource) -> bool:
-        if self._by_names:
+        if self._strategies_use_names:
             return True
         return (
             self._settings.cdi.inline and resource.decided_by is not Decider.IDS and self._is_late()
@@ -331,7 +330,7 @@ class CdiController:
             id_strategy = "index" if self._by_index else "uuid"
             self._source.want(
                 Wanted(
-                    (shape(self._inventory), driver),
+                    (present_cards(self._inventory), driver),
                     driver,
                     id_strategy,
                     self._modes(),
@@ -379,7 +378,7 @@ class CdiController:
         }
         self._nameless = dict.fromkeys(missing, why) if self._needed() and not one_for_all else {}
         self._wrong_names = frozenset(missing.values())
-        wanted = self._nameless if self._by_names else {}
+        wanted = self._nameless if self._strategies_use_names else {}
         for device, reason in wanted.items():
             if self._kept_back.get(device) != reason:
                 self._ledger.cordon(device, reason, by=_CORDON_OWNER)
@@ -391,7 +390,9 @@ class CdiController:
         """UUID, place (index and device nodes) and qualified name of each device that containers
         can be given.
         """
-        for uuid, place in places(shape(self._inventory)) if self._inventory is not None else ():
+        for uuid, place in (
+            places(present_cards(self._inventory)) if self._inventory is not None else ()
+        ):
             yield uuid, place, f"{self._kind}={place.position if self._by_index else uuid}"
 
     @property

@@ -45,7 +45,7 @@ class Card(NamedTuple):
     instances: tuple[tuple[str, int, tuple[str, ...]], ...]
 
 
-def shape(inventory: Inventory) -> tuple[Card, ...]:
+def present_cards(inventory: Inventory) -> tuple[Card, ...]:
     """The GPUs that a tool would see now."""
     return tuple(
         Card(
