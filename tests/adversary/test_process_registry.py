@@ -22,8 +22,8 @@ from tests.grpc.conftest import directory
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.runtime.contained import Contained, Kubepods, kubepods
 from tests.runtime.registered import Stage, encoded
-from vgpu_agent.runtime import process_registry, registry_door
-from vgpu_agent.runtime.registry_door import BURST, PER_SECOND, Allowance
+from vgpu_agent.runtime import process_registry, registry_acceptor
+from vgpu_agent.runtime.registry_acceptor import BURST, PER_SECOND, RateLimiter
 
 __all__ = ["directory"]
 
@@ -281,8 +281,8 @@ async def test_a_flood_of_calls_of_one_container_is_bounded_and_delays_no_other(
     stage: Stage, pods: Kubepods, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call costs the agent a look at cgroups, and the event loop is the kubelet's, too."""
-    monkeypatch.setattr(registry_door, "BURST", 8.0)
-    monkeypatch.setattr(registry_door, "PER_SECOND", 4.0)
+    monkeypatch.setattr(registry_acceptor, "BURST", 8.0)
+    monkeypatch.setattr(registry_acceptor, "PER_SECOND", 4.0)
     attacker, victim = pods.container(), pods.container()
     stage.add(attacker)
     path = stage.add(victim)
@@ -309,13 +309,13 @@ async def test_a_flood_of_calls_of_one_container_is_bounded_and_delays_no_other(
     assert answered <= 8 + 4 * (time.monotonic() - began) + 1
 
 
-def test_an_allowance_is_each_containers_own_and_comes_back() -> None:
+def test_a_rate_limit_is_each_containers_own_and_comes_back() -> None:
     """Numbers of the contract's kind: a burst of processes at a start is let in."""
     now = [100.0]
-    allowance = Allowance(lambda: now[0])
-    assert [allowance.take(None) for _ in range(int(BURST) + 1)].count(True) == BURST
+    limiter = RateLimiter(lambda: now[0])
+    assert [limiter.take(None) for _ in range(int(BURST) + 1)].count(True) == BURST
     now[0] += 1.0
-    assert [allowance.take(None) for _ in range(200)].count(True) == PER_SECOND
+    assert [limiter.take(None) for _ in range(200)].count(True) == PER_SECOND
 
 
 async def test_more_waiting_calls_of_a_container_than_it_may_have_are_refused(

@@ -204,6 +204,11 @@ class ControlledUses:
         )
 
     def _use(self, top: int, container: _Container, looser: set[str]) -> ControlledUse:
+        """Read the files in the directory ``top``.
+
+        Add the container's directory to ``looser`` if its limits are looser than those that it
+        started with.
+        """
         samples = _readable(_read(top, vgpu_control.SM_NODE_FILE, read_sm_node))
         spilled = _readable(_read(top, vgpu_control.VMEM_FILE, read_vmem))
         spilled_bytes = Counter[int]()  # by the card's index

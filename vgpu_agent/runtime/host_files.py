@@ -158,8 +158,8 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
     """Make the file as its `HostFile` describes.
 
     An existing file with the same content stays. One that containers have mounted keeps its inode
-    and gets the parts ``renewed`` in place. One without mounts was left by an ended container. It
-    is replaced by a fresh one, so that its old entries burden no new container.
+    and gets the parts `HostFile.renewed` in place. One without mounts was left by an ended
+    container. It is replaced by a fresh one, so that its old entries burden no new container.
 
     Raises:
         HostFileError: it cannot be made.

@@ -45,7 +45,7 @@ from vgpu_agent.runtime.cgroups import Member, PodCgroups
 from vgpu_agent.runtime.host_files import make_directory, trouble
 from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.runtime.region_slots import resolve_slot
-from vgpu_agent.runtime.registry_door import Allowance, Caller, Door
+from vgpu_agent.runtime.registry_acceptor import Acceptor, Caller, RateLimiter
 
 if TYPE_CHECKING:
     import socket
@@ -166,7 +166,7 @@ class ProcessRegistry:
         self._socket_files = OwnThread("registry socket")
         self._arrived: asyncio.Queue[tuple[socket.socket, Caller]] = asyncio.Queue()
         self._connections: list[_Connection] = []  # oldest first
-        self._calls = Allowance()
+        self._calls = RateLimiter()
         self._registered: dict[tuple[str, str], _Registered] = {}
         self._any = asyncio.Event()  # some container has registered
         self._changes = log.ChangeFilter()
@@ -183,23 +183,23 @@ class ProcessRegistry:
         server = GrpcServer(
             unary={}, streams={}, limits=_LIMITS, by_caller={METHOD: self._register}
         )
-        door: Door | None = None
+        acceptor: Acceptor | None = None
         identity: SocketIdentity | None = None
         try:
             while True:
                 found = await self._work(self._socket_files, lambda: sockets.identity(self._path))
                 if identity is None or found != identity:
-                    if door is not None:
+                    if acceptor is not None:
                         self._journal.record(
                             "registry.socket_replaced", level="warning", path=str(self._path)
                         )
-                        door.close()
+                        acceptor.close()
                     listener, identity = await self._work(self._socket_files, self._listen)
-                    door = Door(listener, self._arrive, proc_root=self._proc_root)
+                    acceptor = Acceptor(listener, self._arrive, proc_root=self._proc_root)
                 await self._serve(server, until=time.monotonic() + _GUARD_SECONDS)
         finally:
-            if door is not None:
-                door.close()
+            if acceptor is not None:
+                acceptor.close()
             while not self._arrived.empty():
                 self._arrived.get_nowait()[0].close()
             server.abort()

@@ -37,7 +37,7 @@ _logger = log.get(__name__)
 # Every process of a container registers once when it first uses a GPU.
 BURST, PER_SECOND = 128.0, 32.0
 ACCEPTED_PER_SECOND = 500
-_MAX_KNOWN = 1024  # callers whose allowance is remembered
+_MAX_KNOWN = 1024  # callers whose calls are counted
 _ACCEPT_PAUSE_SECONDS = 0.1  # after an error that will not be over at once, such as EMFILE
 
 
@@ -50,7 +50,7 @@ class Caller(msgspec.Struct, frozen=True):
     member: Member | None
 
 
-class Allowance:
+class RateLimiter:
     """The calls that each caller may still make.
 
     State: a token bucket for each of the latest callers. Only one thread may use it.
@@ -74,7 +74,7 @@ class Allowance:
         return allowed
 
 
-class Door:
+class Acceptor:
     """The thread that accepts connections on one listening socket, and closes it at its end.
 
     State: the thread, and whether it is to end.
@@ -89,10 +89,12 @@ class Door:
     ) -> None:
         """Begin to accept; ``arrived`` is called on the event loop, and owns the connection."""
         self._listener, self._arrived, self._proc_root = listener, arrived, proc_root
-        self._allowance = Allowance()
+        self._rate_limiter = RateLimiter()
         self._loop = asyncio.get_running_loop()
         self._closing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._accept_all, name="registry door", daemon=True)
+        self._thread = threading.Thread(
+            target=self._accept_all, name="registry acceptor", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -133,7 +135,7 @@ class Door:
             connection.close()
             return
         member = member_of(self._proc_root, peer.pid, seen_at=peer.seen_at) if peer.pid else None
-        if not self._allowance.take(member):
+        if not self._rate_limiter.take(member):
             connection.close()
             return
         try:
