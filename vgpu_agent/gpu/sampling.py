@@ -76,7 +76,7 @@ class ProcessSampler:
         """Begin with no GPU; ``handle`` returns the present handle for a GPU's UUID."""
         self._nvml, self._handle = nvml, handle
         self._aim: tuple[tuple[tuple[tuple[int, str], ...], ...], Sink | None] = ((), None)
-        self._turn = 0
+        self._turn = 0  # the batch that was sampled last
         self._due = 0.0
         self._samples = _Rows(SAMPLE_BYTES)
         self._compute, self._graphics = _Rows(PROCESS_BYTES), _Rows(PROCESS_BYTES)
@@ -85,7 +85,7 @@ class ProcessSampler:
             "compute": "nvmlDeviceGetComputeRunningProcesses_v3",
             "graphics": "nvmlDeviceGetGraphicsRunningProcesses_v3",
         }
-        self._by_extended = False
+        self._by_extended = False  # the driver lacks the older of the two calls for the use
         self.taken = 0  # samples of one GPU, for tests and measurements
 
     def aim(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:

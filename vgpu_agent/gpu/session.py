@@ -91,7 +91,7 @@ class Session:
         self._driver_directory = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
         self._open = False
         self._events: EventSet | None = None
-        self._heard: dict[str, bool] = {}  # by UUID: True if registered for events, else False
+        self._registered: dict[str, bool] = {}  # by UUID: True if registered for events, else False
         self._handles: dict[str, Handle] = {}
         # of the last reading, by UUID; None for a GPU that was being divided again
         self._layouts: dict[str, mig.Layout | None] = {}
@@ -192,7 +192,7 @@ class Session:
             with contextlib.suppress(NvmlError):
                 self._nvml.shutdown()
         self._events, self._open = None, False
-        self._heard.clear()
+        self._registered.clear()
         self._handles.clear()
         self._layouts.clear()
         self._links_of = None
@@ -249,14 +249,14 @@ class Session:
     def _listen(self, reading: inventory.Reading) -> list[str]:
         """Register new cards for events; a card without events is only polled (nvidia §10.5)."""
         warnings: list[str] = []
-        new = [card for card in reading.cards if card.gpu.uuid not in self._heard]
+        new = [card for card in reading.cards if card.gpu.uuid not in self._registered]
         if not new:
             return warnings
         try:
             if self._events is None:
                 self._events = self._nvml.create_event_set()
         except NvmlError as err:
-            self._heard.update((card.gpu.uuid, False) for card in new)
+            self._registered.update((card.gpu.uuid, False) for card in new)
             return [f"no GPU events, only polling: {err}"]
         for card in new:
             reason = "this GPU does not report XIDs"
@@ -264,7 +264,7 @@ class Session:
                 registered = self._nvml.register(card.handle, self._events)
             except NvmlError as err:
                 registered, reason = False, str(err)
-            self._heard[card.gpu.uuid] = registered
+            self._registered[card.gpu.uuid] = registered
             if not registered:
                 warnings.append(f"{card.gpu.uuid} is polled only, its XIDs are not seen: {reason}")
         return warnings
