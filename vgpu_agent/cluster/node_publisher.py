@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # Conflicts in a row after which trying at once gives way to pauses.
 _CONFLICTS = 3
 _SHORTEST_WAIT_SECONDS = 0.01
-_WORTH_A_LINE_SECONDS = 1.0
+_WORTH_A_LINE_SECONDS = 1.0  # shorter waits of a write are not journalled
 _LOG_AGAIN_SECONDS = 600.0
 _KUBELET_FORGETS_SECONDS = 360.0
 """The kubelet goes on writing the quantities of a resource for five minutes after its plugin has

@@ -146,9 +146,9 @@ class PodPublisher:
                 versions = Versions(self._pod_cache.revision, self._wake, self._done)
                 pause = self._begin(requests)
                 await versions.passed(timeout_seconds=pause)
-                await self._gather(beat)
+                await self._coalesce(beat)
 
-    async def _gather(self, beat: Callable[[], None]) -> None:
+    async def _coalesce(self, beat: Callable[[], None]) -> None:
         """Wait for more changes of a burst, for a shorter time while there is a backlog."""
         loop, seen = asyncio.get_running_loop(), -1
         end = loop.time() + (_COALESCING_SECONDS if self._backlog else _LONGEST_COALESCING_SECONDS)

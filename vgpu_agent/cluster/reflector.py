@@ -220,7 +220,7 @@ class Reflector(Generic[T]):
         self._sink.replace(items)
         self._version = version
         self.status.lists += 1
-        self._heard()
+        self._note_answer()
         self.status.synced = True
         self.synced.set()
         self._well()
@@ -311,7 +311,7 @@ class Reflector(Generic[T]):
     def _take(self, line: bytes) -> None:
         """Take over one line of a watch."""
         if not line:
-            self._heard()
+            self._note_answer()
             # whether the watch lasts is known, and logged, with its first event
             self.status.failing_since = 0.0
             self._begin_well()
@@ -327,7 +327,7 @@ class Reflector(Generic[T]):
                 self._version = ""  # whatever this was about, a list will show
             raise
         self._version = version
-        self._heard()
+        self._note_answer()
         self._well()
 
     def _take_object(self, event: decode.Event) -> None:
@@ -362,7 +362,7 @@ class Reflector(Generic[T]):
                 )
             return []
 
-    def _heard(self) -> None:
+    def _note_answer(self) -> None:
         self.status.last_event_at = time.time()
 
     def _failed(self, err: ClusterError) -> None:

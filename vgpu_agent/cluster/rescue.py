@@ -146,6 +146,7 @@ class Rescue:
         self._cases: dict[str, _Case] = {}  # by UID
         self._recreations: dict[str, _Recreation] = {}  # of copies, by UID
         self._done: dict[str, None] = {}  # UIDs; the latest at the end
+        # `PodCache.ends` and `PodCache.lists` when failed pods were listed last
         self._seen = (-1, -1)
         self._list_backoff, self._list_due = Backoff(), 0.0
         self._beat: Callable[[], None] = lambda: None
