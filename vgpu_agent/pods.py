@@ -352,6 +352,7 @@ class PodCache:
     Attributes:
         left_out: pods that are not in the cache because there are too many or they are too large.
         ends: the number of pods whose end or removal was seen.
+        synced: set after the first complete list.
         lists: the number of complete lists; between two lists, pods may have come and gone unseen.
     """
 

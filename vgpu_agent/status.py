@@ -66,6 +66,7 @@ class PluginStatus(msgspec.Struct):
     registration_failures: int = 0
     stream_open: bool = False
     streams_opened: int = 0
+    # `ids_sent`, `healthy_sent` and `bytes_sent` are of the list that was sent last
     ids_sent: int = 0
     healthy_sent: int = 0
     bytes_sent: int = 0
@@ -318,7 +319,7 @@ class BindingStatus(msgspec.Struct):
     # the settings in force, files included; and family → setting → the file that set it.
     in_force: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
     origins: Mapping[str, Mapping[str, str]] = msgspec.field(default_factory=dict)
-    # for families whose limits the library of HAMi-core enforces
+    # family → the limits that the library of its isolation backend sets for its containers
     limits: Mapping[str, LibraryLimits] = msgspec.field(default_factory=dict)
     file_problems: tuple[str, ...] = ()  # errors in those configuration files
     cautions: tuple[str, ...] = ()  # problems that some pods will have with the offered resources
