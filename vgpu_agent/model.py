@@ -371,7 +371,7 @@ class Resource(msgspec.Struct, frozen=True):
         cores_scaling: the same for compute.
         pre_start_required: the kubelet is to call PreStartContainer before each start.
         sharing: how the holders of one device share it.
-        undivided: only parts of an undivided GPU are granted, so nothing while it is in MIG mode.
+        requires_mig_off: nothing of a GPU is granted while it is in MIG mode.
         init_shares: init containers have shares of their own; otherwise they use those of the
             containers after them.
         withheld: device → why nothing of it is ever granted, although its ids are listed.
@@ -388,7 +388,7 @@ class Resource(msgspec.Struct, frozen=True):
     prefers: bool = True
     ids_setting: str = ""
     sharing: SharingMode = SharingMode.NONE
-    undivided: bool = False
+    requires_mig_off: bool = False
     init_shares: bool = False
     holders: Mapping[str, int] = msgspec.field(default_factory=dict)
     withheld: Mapping[str, str] = msgspec.field(default_factory=dict)

@@ -294,7 +294,8 @@ class FamilyStatus(msgspec.Struct):
     """One family that is switched on."""
 
     name: str
-    by_pod: bool = False  # its pods decide on the devices, so each grant must be bound to a pod
+    # its pods decide on the devices, so each grant must be bound to a pod
+    decided_by_pod: bool = False
     offered: bool = True
     trouble: str = ""  # why it is not offered
     idle: bool = False  # it is not offered because this node has no device for it; no fault
@@ -455,7 +456,7 @@ class ClusterStatus(msgspec.Struct):
     pods: tuple[Pod, ...] = ()
     pods_synced: bool = False
     # pods that the kubelet failed because no agent ran before this start
-    failed_while_away: int = 0
+    failed_while_agent_down: int = 0
 
 
 class ProblemKind(enum.StrEnum):

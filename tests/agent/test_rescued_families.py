@@ -56,5 +56,5 @@ def test_all_that_schedulers_and_the_agent_write_on_a_pod_is_stale_and_nothing_o
         "volcano.sh/vgpu-use-gpuuuid",
         "volcano.sh/vgpu-mode",
     }
-    written = {key for family in FAMILIES for key in family.progress}
+    written = {key for family in FAMILIES for key in family.progress_annotations}
     assert {key for key in written if not key.startswith("nvidia.com/")} <= stale

@@ -34,7 +34,7 @@ def offered(of: Settings, found: Found | None = None) -> tuple[set[str], tuple[s
     built = build(of, found or Found())
     return {
         resource.name
-        for family in built.families.by_ids
+        for family in built.families.id_families
         for resource in family.resources(node(of_u1=GROUP2))
     }, built.problems
 
@@ -96,7 +96,7 @@ def test_a_tool_that_is_missing_is_named_before_a_pod_needs_it() -> None:
     assert problem.startswith(
         "volcanoVgpu.migParted: there is no program /nowhere/nvidia-mig-parted here"
     )
-    assert len(built.families.by_pod) == 1
+    assert len(built.families.pod_families) == 1
     assert build(settings(), Found(facts=NodeFacts(divides=False))).problems == ()
 
 
@@ -109,7 +109,7 @@ def test_the_mode_of_the_node_chooses_the_family(entry: dict[str, str]) -> None:
         settings(),
         Found(facts=NodeFacts(texts={"device-config.yaml": (coarse,), "config.json": (text,)})),
     )
-    (family,) = built.families.by_pod
+    (family,) = built.families.pod_families
     is_mig = entry["operatingmode"] == "mig"
     assert isinstance(family, VolcanoVgpuMigFamily) is is_mig
     names = {resource.name: len(resource.ids) for resource in family.resources(node(of_u1=GROUP2))}

@@ -189,7 +189,7 @@ class Place:
         self.allocator = Allocator(
             Context(
                 ledger=self.ledger,
-                families=Families(by_pod=(family or self.family,)),
+                families=Families(pod_families=(family or self.family,)),
                 inventory=golden_inventory,
                 journal=self.journal,
                 node=NODE,

@@ -221,7 +221,7 @@ def test_a_family_that_is_not_served_now_keeps_nothing(node: Node) -> None:
     """
     node.bind(VGPU_LIMITS, vgpu_on(U0))
     node.allocator.use_families(
-        msgspec.structs.replace(node.families, paused=node.families.by_pod[:1])
+        msgspec.structs.replace(node.families, paused=node.families.pod_families[:1])
     )
     node.look()
     assert node.ledger.claims == ()
@@ -387,7 +387,7 @@ def test_nothing_is_asked_again_while_nothing_has_changed(
     """It is looked at before every decision, and a start has a budget of milliseconds."""
     names = [node.bind(VGPU_LIMITS, vgpu_on(U0)) for _ in range(5)]
     asked: list[str] = []
-    family = node.families.by_pod[0]
+    family = node.families.pod_families[0]
     before = family.named
 
     def named(pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
@@ -415,7 +415,7 @@ def test_the_annotations_of_pods_that_run_are_not_read(
         asked.append(pod.name)
         return {}
 
-    for family in node.families.by_pod:
+    for family in node.families.pod_families:
         monkeypatch.setattr(family, "named", named)
     node.put(name, containers=(PodContainer("main", limits=VGPU_LIMITS, started=True),))
     node.put(name, phase="Running")

@@ -52,7 +52,7 @@ class AskedFamily(NumberFamily):
 async def two_started() -> tuple[Place, AskedFamily]:
     """Two running pods, whose desired state was read once."""
     place, family = Place(), AskedFamily()
-    place.allocator.use_families(Families(by_pod=(family,)))
+    place.allocator.use_families(Families(pod_families=(family,)))
     place.book.replace([TRAIN, SERVE])
     for pod, ids in ((TRAIN, IDS[:1]), (SERVE, IDS[1:2])):
         await place.admit(pod, "main", ids)
@@ -110,7 +110,7 @@ async def test_other_families_are_asked_anew_about_everybody() -> None:
     """Changed settings may word the same grant in another way."""
     place, family = await two_started()
     other = AskedFamily()
-    place.allocator.use_families(Families(by_pod=(other,)))
+    place.allocator.use_families(Families(pod_families=(other,)))
     place.allocator.desired_pods()
     assert (family.news, other.news) == ([], ["serve", "train"])
 

@@ -47,7 +47,7 @@ class MigPlace(Place):
             Context(
                 ledger=self.ledger,
                 families=Families(
-                    by_pod=(
+                    pod_families=(
                         VolcanoVgpuMigFamily(
                             VolcanoVgpuOptions(factor=64, mode=MIG, geometries=GEOMETRIES)
                         ),

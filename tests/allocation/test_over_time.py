@@ -169,7 +169,7 @@ async def test_what_kubelet_counted_during_late_binding_says_nothing_of_early_gu
 
 @pytest.mark.parametrize(
     "families",
-    [Families(by_pod=(RenamedFamily(),)), Families(paused=(NumberFamily(),))],
+    [Families(pod_families=(RenamedFamily(),)), Families(paused=(NumberFamily(),))],
     ids=["renamed", "not served now"],
 )
 async def test_a_running_container_keeps_its_share_whatever_is_offered_now(
@@ -198,7 +198,7 @@ async def test_narrower_settings_do_not_make_what_was_granted_unsound() -> None:
         await started(
             place, a_pod(f"pod-{number}", annotations=wants(main=f"{U0} 100")), [IDS[number]]
         )
-    place.allocator.use_families(Families(by_pod=(NarrowFamily(),)))
+    place.allocator.use_families(Families(pod_families=(NarrowFamily(),)))
     place.allocator.refresh_offer()
     assert place.ledger.audit() == []
     with pytest.raises(CapacityError):
@@ -213,7 +213,7 @@ async def test_one_spec_that_cannot_be_made_keeps_nobody_elses_from_being_made()
     for name, ids in (("unlucky", IDS[:1]), ("lucky", IDS[1:2])):
         await started(place, a_pod(name, annotations=wants(main=f"{U0} 100")), ids)
     place.carrier.specs.clear()
-    place.allocator.use_families(Families(by_pod=(PickyFamily(),)))
+    place.allocator.use_families(Families(pod_families=(PickyFamily(),)))
     assert [record.owner.pod for record, _ in place.allocator.late_start.deliveries()] == ["lucky"]
 
 

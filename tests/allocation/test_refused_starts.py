@@ -42,7 +42,7 @@ class LetterFamily(NumberFamily):
 async def asking_for(**limits: int) -> Place:
     """A node with both families, and a container with these limits that has one number."""
     place = Place()
-    place.allocator.use_families(Families(by_pod=(NumberFamily(), LetterFamily())))
+    place.allocator.use_families(Families(pod_families=(NumberFamily(), LetterFamily())))
     place.allocator.refresh_offer()
     named = {f"example.com/{name.replace('_', '-')}": count for name, count in limits.items()}
     pod = a_pod("train", PodContainer("main", limits=named), annotations=wants(main=f"{U0} 100"))

@@ -95,7 +95,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         certificate_seconds=5.0,
         event_source="vgpu-scheduler",
     )
-    assert Started.family.slots == "nvidia.com/vgpu-number"
+    assert Started.family.number_resource == "nvidia.com/vgpu-number"
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -141,7 +141,7 @@ def test_values_reach_the_service() -> None:
         event_source="placer",
         probe_port=8080,
     )
-    assert Started.family.slots == "example.com/vgpu-number"
+    assert Started.family.number_resource == "example.com/vgpu-number"
     assert "example.com/pre-allocated" in Started.family.pod_keys.annotations
     assert "example.com/node-scheduler-policy" in Started.family.pod_keys.annotations
 

@@ -238,7 +238,7 @@ def patient(world: World, starting: Callable[[], bool]) -> PodPublisher:
         world.wake,
         world.journal,
         starting=starting,
-        progress={PHASE, TIME, TODO},
+        progress_annotations={PHASE, TIME, TODO},
     )
 
 

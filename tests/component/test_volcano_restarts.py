@@ -43,7 +43,7 @@ async def tasks(stage: VolcanoStage) -> dict[str, int]:
     """Name → restarts of every loop that runs, as ``/debug/tasks`` has them."""
     found = (await stage.agent.get("/debug/tasks"))["tasks"]
     # asks once and ends
-    found = [task for task in found if task["name"] != "pods failed while away"]
+    found = [task for task in found if task["name"] != "pods failed while the agent was down"]
     assert [task["name"] for task in found if task["state"] != "running"] == []
     names = collections.Counter(task["name"] for task in found)
     assert set(names.values()) == {1}

@@ -187,7 +187,7 @@ class VolcanoStage:
                 task["name"]: task["state"]
                 for task in (await self.agent.get("/debug/tasks"))["tasks"]
             }
-            if tasks.get("pods failed while away") == "ended":
+            if tasks.get("pods failed while the agent was down") == "ended":
                 return
             assert time.monotonic() < deadline, tasks
             await asyncio.sleep(0.1)

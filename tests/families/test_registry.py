@@ -41,7 +41,12 @@ def test_a_family_that_is_off_offers_nothing(family: FamilySpec) -> None:
     """What it has given away before may still be read."""
     assert not family.is_on(with_only())
     built = family.build(with_only(), NodeFacts())
-    assert (built.by_ids, built.by_pod, built.problems, built.blocked) == ((), (), (), "")
+    assert (built.id_families, built.pod_families, built.problems, built.blocked) == (
+        (),
+        (),
+        (),
+        "",
+    )
 
 
 @every_family
@@ -54,7 +59,7 @@ def test_a_family_that_is_on_is_built_and_the_others_are_not(family: FamilySpec)
     built = build(settings, Found()).families
     # a part of it that offers MIG instances has a name of its own
     assert {each.name.removesuffix("-mig") for each in built.all} == {family.name}
-    assert bool(built.by_pod) is family.needs_api_server
+    assert bool(built.pod_families) is family.needs_api_server
 
 
 def test_families_are_offered_in_the_order_of_the_registry() -> None:
@@ -68,7 +73,7 @@ def test_what_a_family_writes_while_a_pod_starts_is_kept_of_pods(family: FamilyS
     """The publisher compares with what the watch has kept;
     a key that was skipped would be written for ever.
     """
-    assert family.progress <= set(family.annotations) <= set(ANNOTATIONS)
+    assert family.progress_annotations <= set(family.annotations) <= set(ANNOTATIONS)
 
 
 def test_no_annotation_belongs_to_two_families() -> None:

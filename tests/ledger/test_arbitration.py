@@ -28,7 +28,7 @@ def test_it_follows_the_offers_and_the_gpus() -> None:
     """
     ledger = Ledger()
     ledger.observe(golden_inventory())
-    undivided = msgspec.structs.replace(THEIRS, undivided=True)
+    undivided = msgspec.structs.replace(THEIRS, requires_mig_off=True)
     ledger.offer([OURS, undivided])
     assert ledger.shared_gpus("a") == {U1}
     ledger.observe(with_slices(golden_inventory(), U1=golden_slices()))

@@ -93,7 +93,7 @@ class RealAgent:
         self.allocator = Allocator(
             Context(
                 ledger=self.ledger,
-                families=Families(by_pod=(family,)),
+                families=Families(pod_families=(family,)),
                 inventory=lambda: self._inventory,
                 journal=_QuietJournal(world),
                 clock=clock,

@@ -329,7 +329,7 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
             by_annotation=False,
             reason="the Node says containerd://2.0.1, which resolves CDI names",
         ),
-        families=(FamilyStatus("nvidia"), FamilyStatus("volcano-vgpu", by_pod=True)),
+        families=(FamilyStatus("nvidia"), FamilyStatus("volcano-vgpu", decided_by_pod=True)),
         refusals=(
             Refusal(refused, "main", VGPU, "no GPU has 4096 MiB left", NOW - 63, 5, final=False),
         ),

@@ -164,7 +164,10 @@ def test_a_family_that_is_not_offered_is_loud(volcano_node: AgentStatus) -> None
     """With the reason in the same line. In a browser in colour."""
     volcano_node.binding.families = (
         FamilyStatus(
-            "volcano-vgpu", by_pod=True, offered=False, trouble="the Node has not been read yet"
+            "volcano-vgpu",
+            decided_by_pod=True,
+            offered=False,
+            trouble="the Node has not been read yet",
         ),
     )
     volcano_node.binding.mode = None

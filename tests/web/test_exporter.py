@@ -41,7 +41,7 @@ CERTIFICATES = pytest.mark.skipif(
 @pytest.fixture
 def status(node: AgentStatus) -> AgentStatus:
     """A node that serves the family."""
-    node.binding.families = (FamilyStatus("vgpu-manager", by_pod=True, offered=True),)
+    node.binding.families = (FamilyStatus("vgpu-manager", decided_by_pod=True, offered=True),)
     return node
 
 

@@ -247,7 +247,7 @@ class ClusterAccess:
             ),
             pods=self.pod_cache.pods,
             pods_synced=self.pod_cache.synced.is_set(),
-            failed_while_away=failed_pods.found if failed_pods else 0,
+            failed_while_agent_down=failed_pods.found if failed_pods else 0,
         )
 
     def _watches(self) -> Iterator[WatchStatus]:
@@ -383,8 +383,8 @@ class ClusterAccess:
             self._journal,
             tokens=tokens,
             starting=starting,
-            progress=frozenset().union(
-                *(family.vocabulary(settings).progress for family in FAMILIES)
+            progress_annotations=frozenset().union(
+                *(family.vocabulary(settings).progress_annotations for family in FAMILIES)
             ),
         )
         self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, self._journal)
@@ -435,7 +435,7 @@ class ClusterAccess:
             self.events,
             self._journal,
         )
-        self._loop("pods failed while away", self.failed_pods.run)
+        self._loop("pods failed while the agent was down", self.failed_pods.run)
         if gpus is not None:
             gpu_events = GpuEvents(self.events, gpus, self.pod_cache, lambda: self.node)
             self._loop("events of GPUs", gpu_events.run)

@@ -139,7 +139,7 @@ class Report:
         allocator, families = self.allocator, self.families
         return BindingStatus(
             mode=allocator.mode,
-            families=tuple(self._family(name, by_pod=by_pod) for name, by_pod in families.on),
+            families=tuple(self._family(name, by_pod) for name, by_pod in families.on),
             refusals=self.refusals.current,
             ambiguities=allocator.late_start.ambiguities,
             wrong_guesses=allocator.early.wrong_guesses,
@@ -154,11 +154,11 @@ class Report:
             regions_cut=self.regions.cuts,
         )
 
-    def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
+    def _family(self, name: str, decided_by_pod: bool) -> FamilyStatus:
         """Return the status of a family; it is idle where this node has no device for it."""
         offered = any(plugin.family == name for plugin in self.offering.statuses)
         trouble, idle = ("", False) if offered else self.families.why_not_offered(name)
-        return FamilyStatus(name, by_pod, offered, trouble, idle)
+        return FamilyStatus(name, decided_by_pod, offered, trouble, idle)
 
     def _ledger_status(self) -> LedgerStatus:
         return msgspec.structs.replace(

@@ -115,7 +115,7 @@ class Allocator:
         resources = [
             resource for family in families.all for resource in family.resources(inventory)
         ]
-        by_ids = {family.name: family for family in families.by_ids}
+        by_ids = {family.name: family for family in families.id_families}
 
         def stand_for(grant: Grant) -> tuple[Share, ...]:
             # The ids of a container from before a change have today's meaning: one that stood for a
@@ -272,7 +272,9 @@ class Allocator:
 
     def _pod_family(self, offered: Resource) -> PodFamily:
         return next(
-            family for family in self._context.families.by_pod if family.name == offered.family
+            family
+            for family in self._context.families.pod_families
+            if family.name == offered.family
         )
 
     # -- the kubelet's records ---------------------------------------------------------------------

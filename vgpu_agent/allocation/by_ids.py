@@ -87,5 +87,5 @@ class IdAllocator:
 
     def _family(self, offered: Resource) -> IdFamily:
         return next(
-            family for family in self._context.families.by_ids if family.name == offered.family
+            family for family in self._context.families.id_families if family.name == offered.family
         )

@@ -122,18 +122,20 @@ class Claims:
         """Return the pods whose annotations name GPUs for containers that have not started."""
         families, inventory = self._context.families, self._context.inventory()
         paused = {family.name for family in families.paused}
-        by_pod = tuple(family for family in families.by_pod if family.name not in paused)
+        pod_families = tuple(
+            family for family in families.pod_families if family.name not in paused
+        )
         resources = self._ledger.resources
-        cached_for = (by_pod, inventory.version, resources)
+        cached_for = (pod_families, inventory.version, resources)
         if cached_for != self._cached_for:
             self._cached_for, self._cached = cached_for, {}
         cached, waiting = {}, []
-        for pod in self._context.pods.pods if by_pod else ():
+        for pod in self._context.pods.pods if pod_families else ():
             before = self._cached.get(pod.kubelet_uid)
             entry = (
                 before
                 if before is not None and before[0] is pod
-                else (pod, _named_gpus(pod, by_pod, inventory, resources))
+                else (pod, _named_gpus(pod, pod_families, inventory, resources))
             )
             cached[pod.kubelet_uid] = entry
             if entry[1]:
@@ -158,7 +160,10 @@ def resources_of_other_families(
 
 
 def _named_gpus(
-    pod: Pod, by_pod: Iterable[PodFamily], inventory: Inventory, resources: tuple[Resource, ...]
+    pod: Pod,
+    pod_families: Iterable[PodFamily],
+    inventory: Inventory,
+    resources: tuple[Resource, ...],
 ) -> _NamedGpus:
     """Return the GPUs that the pod's annotations name for containers that have not started."""
     # A pod that is being deleted starts no more containers, and the kubelet never runs a pod whose
@@ -170,7 +175,7 @@ def _named_gpus(
         return ()
     return tuple(
         (family.name, name, gpus)
-        for family in by_pod
+        for family in pod_families
         for name, gpus in family.named(pod, inventory).items()
         if (container := pod.container(name)) is not None and not container.started
         if not resources_of_other_families(container, family.name, resources)

@@ -36,23 +36,23 @@ class Families(msgspec.Struct, frozen=True):
     """The families of this node, by kind.
 
     Attributes:
-        by_ids: families whose ids name devices.
-        by_pod: families whose pods decide.
+        id_families: families whose ids name devices.
+        pod_families: families whose pods decide.
         paused: families whose pods decide and that start no container now; for their schedulers, no
-            GPU is free. Some of them may be in ``by_pod``.
+            GPU is free. Some of them may be in ``pod_families``.
         idle: families whose ids name devices and whose resources are not offered now. Containers
             that run keep their grants.
     """
 
-    by_ids: tuple[IdFamily, ...] = ()
-    by_pod: tuple[PodFamily, ...] = ()
+    id_families: tuple[IdFamily, ...] = ()
+    pod_families: tuple[PodFamily, ...] = ()
     paused: tuple[PodFamily, ...] = ()
     idle: tuple[IdFamily, ...] = ()
 
     @property
     def all(self) -> tuple[Family, ...]:
-        """The families in ``by_ids`` and ``by_pod``."""
-        return (*self.by_ids, *self.by_pod)
+        """The families in ``id_families`` and ``pod_families``."""
+        return (*self.id_families, *self.pod_families)
 
 
 class RecordsReader(Protocol):

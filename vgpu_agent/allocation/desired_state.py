@@ -35,7 +35,7 @@ def desired_node(
     paused = {family.name for family in families.paused}
     offered = frozenset(offer.name for offer in ledger.resources)
     for name, family in {
-        family.name: family for family in (*families.paused, *families.by_pod)
+        family.name: family for family in (*families.paused, *families.pod_families)
     }.items():
         offers = [
             offer.name for offer in ledger.resources if offer.family == name and name not in paused
@@ -50,7 +50,7 @@ def desired_node(
 def cleanup(families: Families, now: float) -> DesiredNode:
     """Return the desired state of our Node after the agent has left it for good."""
     desired_state = DesiredNode()
-    for family in (*families.paused, *families.by_pod):
+    for family in (*families.paused, *families.pod_families):
         desired_state = desired_state.joined(family.cleanup(now))
     return desired_state
 
@@ -109,7 +109,7 @@ def _desired_pod(
     families: Families, pod: Pod, started: Mapping[tuple[str, str], Grant], *, failed: bool
 ) -> DesiredPod:
     desired_state = DesiredPod()
-    for family in families.by_pod:
+    for family in families.pod_families:
         grants = {
             container: grant for (name, container), grant in started.items() if name == family.name
         }

@@ -86,7 +86,7 @@ class Interpretation:
         # ``idle`` and ``paused`` are the families that offer nothing now: those whose ids name
         # devices, and those whose pods decide.
         for ownership in (Ownership.CERTAIN, Ownership.POSSIBLE):
-            for by_ids in (*families.by_ids, *families.idle):
+            for by_ids in (*families.id_families, *families.idle):
                 # A family also owns names that it may have offered under earlier settings. A name
                 # that another family offers now is that family's.
                 if (
@@ -96,7 +96,7 @@ class Interpretation:
                     shares = by_ids.shares(holding.resource, holding.ids, self._context.inventory())
                     if shares or offered_by:
                         return InterpretedHolding(by_ids.name, shares)
-            for by_pod in (*families.by_pod, *families.paused):
+            for by_pod in (*families.pod_families, *families.paused):
                 if _owns(by_pod, holding.resource, offered_by) is ownership:
                     return self._by_pod(by_pod, holding)
         return None

@@ -566,7 +566,7 @@ class LateStart:
         context = self._context
         if context.mode is None or not context.mode.late:
             return []
-        families = {family.name: family for family in context.families.by_pod}
+        families = {family.name: family for family in context.families.pod_families}
         known = {record.token for record in context.carrier.records}
         recorded = {
             (record.owner.pod_uid, record.owner.container, record.resource)
@@ -646,7 +646,7 @@ class LateStart:
         version = self._context.ledger.revision.version
         if self._by_token[0] != version:
             families = self._context.families
-            by_pod = {family.name for family in (*families.by_pod, *families.paused)}
+            by_pod = {family.name for family in (*families.pod_families, *families.paused)}
             tokens, grants = {}, {}
             for grant in self._context.ledger.grants:
                 if grant.family in by_pod:

@@ -98,7 +98,7 @@ class PodPublisher:
         *,
         tokens: Callable[[str], Sequence[str]] = lambda _: (),
         starting: Callable[[], bool] = lambda: False,
-        progress: Collection[str] = (),
+        progress_annotations: Collection[str] = (),
         at_once: int = 8,
         look_seconds: float = 10.0,
     ) -> None:
@@ -115,8 +115,8 @@ class PodPublisher:
             tokens: the kubelet's UID of a pod → the tokens of its grants, which are in all records
                 about its start.
             starting: whether the kubelet is starting pods now.
-            progress: the annotations that show a pod's progress; where nothing else differs, the
-                write waits while pods are being started.
+            progress_annotations: those that only show a pod's progress; where nothing else differs,
+                the write waits while pods are being started.
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop sends a heartbeat.
         """
@@ -128,7 +128,10 @@ class PodPublisher:
         )
         self._journal = journal
         self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
-        self._starting, self._progress = starting, frozenset((ANNOTATIONS, key) for key in progress)
+        self._starting, self._progress = (
+            starting,
+            frozenset((ANNOTATIONS, key) for key in progress_annotations),
+        )
         self._failure_log = FailureLog(journal, "pods")
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff()  # shared by all pods, beside the one of each

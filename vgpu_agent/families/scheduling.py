@@ -93,9 +93,9 @@ class SchedulingFamily(Protocol):
     """Reads and writes the annotations and labels of one family on Nodes and pods."""
 
     @property
-    def slots(self) -> str:
-        """The resource by which Nodes offer slots: each container takes one for each of its
-        cards.
+    def number_resource(self) -> str:
+        """The name of the resource for the number of cards. A Node's number of it is the sum of
+        the slots of its cards: the places for containers that share a card.
         """
         ...
 
@@ -115,7 +115,7 @@ class SchedulingFamily(Protocol):
         ...
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
-        """Read a Node's annotations; ``slots`` is the Node's allocatable number of `slots`."""
+        """Read a Node's annotations; ``slots`` is its allocatable number of `number_resource`."""
         ...
 
     def read_demand(self, pod: Pod) -> PodDemand | None:

@@ -73,8 +73,8 @@ class BuiltFamily(msgspec.Struct, frozen=True):
     """A family built from its settings.
 
     Attributes:
-        by_ids: the parts of it whose ids name devices.
-        by_pod: the parts of it whose pods decide.
+        id_families: the parts of it whose ids name devices.
+        pod_families: the parts of it whose pods decide.
         idle: the parts that are not offered. Ids from before it was switched off are still read,
             because containers hold them.
         problems: faults of the files of the replaced plugin, one sentence each.
@@ -89,8 +89,8 @@ class BuiltFamily(msgspec.Struct, frozen=True):
             for such labels; it returns None while no GPU answers.
     """
 
-    by_ids: tuple[IdFamily, ...] = ()
-    by_pod: tuple[PodFamily, ...] = ()
+    id_families: tuple[IdFamily, ...] = ()
+    pod_families: tuple[PodFamily, ...] = ()
     idle: tuple[IdFamily, ...] = ()
     problems: tuple[str, ...] = ()
     in_force: Mapping[str, object] = msgspec.field(default_factory=dict)
@@ -187,15 +187,15 @@ class Vocabulary(msgspec.Struct, frozen=True):
         labels: the same of pods' labels.
         node_annotations: annotations of the Node that are taken back at the agent's removal, as
             patterns for messages.
-        progress: annotations of pods that only show how far a start has come; others, by which
-            schedulers count, are written first.
+        progress_annotations: annotations of pods that only show how far a start has come; others,
+            by which schedulers count, are written first.
     """
 
     resource_prefixes: tuple[str, ...] = ()
     annotations: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     node_annotations: tuple[str, ...] = ()
-    progress: frozenset[str] = frozenset()
+    progress_annotations: frozenset[str] = frozenset()
 
 
 class ExporterOptions(msgspec.Struct, frozen=True):
@@ -280,7 +280,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
         reschedules: the settings → whether its failed pods get another chance, although
             ``binding.rescheduleFailed`` is off; None where only that decides.
         node_annotations: see `Vocabulary`.
-        progress: see `Vocabulary`.
+        progress_annotations: see `Vocabulary`.
         renamed: the settings → its keys and names; None where no setting changes them. It is asked
             once, at the start.
         scheduling: its part in placing pods over Nodes; None where the extender does not place its
@@ -308,7 +308,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
     device_modes: Callable[[Settings], tuple[str, ...]] | None = None
     library: LibraryUse | None = None
     node_annotations: tuple[str, ...] = ()
-    progress: frozenset[str] = frozenset()
+    progress_annotations: frozenset[str] = frozenset()
     stale_keys: Callable[[Settings], Iterable[str]] = _nothing
     reschedules: Callable[[Settings], bool] | None = None
     renamed: Callable[[Settings], Vocabulary] | None = None
@@ -335,7 +335,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
             self.annotations,
             self.labels,
             self.node_annotations,
-            self.progress,
+            self.progress_annotations,
         )
 
     def is_on(self, settings: Settings) -> bool:

@@ -205,7 +205,9 @@ class Arbitration:
                     if (device := self._devices.get(uuid))
                 )
                 gpus.setdefault(resource.family, set()).update(
-                    device.gpu for device in known if not (resource.undivided and device.divided)
+                    device.gpu
+                    for device in known
+                    if not (resource.requires_mig_off and device.divided)
                 )
             self._offered_gpus = (
                 self._offers.version,

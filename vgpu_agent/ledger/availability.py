@@ -74,7 +74,7 @@ def own_trouble(
         return ill
     if reason := cordons.reason(device) or cordons.reason(devices[device].gpu):
         return f"cordoned: {reason}"
-    if resource.undivided and devices[device].divided:
+    if resource.requires_mig_off and devices[device].divided:
         return "the GPU is in MIG mode, and this resource gives out GPUs that are not divided"
     return resource.withheld.get(device, "")
 

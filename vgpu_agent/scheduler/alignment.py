@@ -38,16 +38,18 @@ _RESULTS = {ANYWHERE: "not_aligned", ELSEWHERE: "same_domain", TOGETHER: "same_n
 class Alignment:
     """Places pods beside their peers; see the module. No state of its own."""
 
-    def __init__(self, book: Book, known: KnownPods, slots: str, metrics: Metrics) -> None:
+    def __init__(
+        self, book: Book, known: KnownPods, number_resource: str, metrics: Metrics
+    ) -> None:
         """Build it.
 
         Args:
             book: the cards of all Nodes.
             known: what is known of pods.
-            slots: the resource that a pod must ask for to get cards.
+            number_resource: the resource that a pod must ask for to get cards.
             metrics: counts the results.
         """
-        self._book, self._known, self._slots = book, known, slots
+        self._book, self._known, self._number_resource = book, known, number_resource
         self._metrics = metrics
 
     def choose(self, pod: Pod, demand: Demand, names: Iterable[str]) -> Choice:
@@ -89,4 +91,4 @@ class Alignment:
         known = self._known.get(uid)
         if known is None or known.node or self._book.holding(uid) is not None:
             return False
-        return any(name == self._slots for name, _ in known.facts.requests or ())
+        return any(name == self._number_resource for name, _ in known.facts.requests or ())

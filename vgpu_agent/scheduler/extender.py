@@ -64,9 +64,9 @@ _LEAST_SAMPLE = 100
 
 def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
     """Read the cards of a Node from its annotations and from the allocatable number of the family's
-    resource `SchedulingFamily.slots`.
+    resource `SchedulingFamily.number_resource`.
     """
-    slots = whole_number(node.allocatable.get(family.slots, "0")) or 0
+    slots = whole_number(node.allocatable.get(family.number_resource, "0")) or 0
     return family.read_cards(node.annotations, slots)
 
 
@@ -181,7 +181,7 @@ class Extender:
         self._leads = leads
         self._metrics, self._events = metrics or Metrics(), events
         self._known = KnownPods() if known is None else known
-        self.alignment = Alignment(book, self._known, family.slots, self._metrics)
+        self.alignment = Alignment(book, self._known, family.number_resource, self._metrics)
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock

@@ -78,7 +78,7 @@ def binding_view(status: BindingStatus, now: float) -> BindingView:
             family,
             now,
             family=family.name,
-            decided_by="pod" if family.by_pod else "ids",
+            decided_by="pod" if family.decided_by_pod else "ids",
         )
         for family in status.families
     )

@@ -101,7 +101,7 @@ BINDING: tuple[Metric, ...] = (
         (),
         "Pods that the kubelet failed within the ten minutes before this start because no agent "
         "was registered.",
-        readings.one(lambda moment: moment.status.cluster.failed_while_away),
+        readings.one(lambda moment: moment.status.cluster.failed_while_agent_down),
     ),
     Metric(
         "vgpu_agent_wrong_guesses_total",

@@ -306,7 +306,7 @@ def usage_age(moment: Moment) -> float | None:
 
 def binding_info(moment: Moment) -> Iterator[Row]:
     """The binding mode, while a family whose pods decide is on."""
-    if any(family.by_pod for family in moment.status.binding.families):
+    if any(family.decided_by_pod for family in moment.status.binding.families):
         yield (binding.mode_word(moment.status.binding) or "unknown",), 1
 
 

@@ -28,7 +28,7 @@ from vgpu_agent.model import Share
 def _edits(settings: Settings, found: Found) -> Edits:
     """Return the edits with which a container of `volcano-vgpu` gets one card."""
     settings = msgspec.structs.replace(settings, families=switches(nvidia=False, volcano_vgpu=True))
-    (family,) = build(settings, found).families.by_pod
+    (family,) = build(settings, found).families.pod_families
     assert isinstance(family, VolcanoVgpuFamily)
     family.resources(INVENTORY)
     about = pod(main(number=1, memory=3000, cores=50), annotations=decided(f"{U1},NVIDIA,3000,50:"))
@@ -98,7 +98,9 @@ def test_what_ids_name_is_read_whichever_families_are_on(
     """
     on_node = switches(**{"nvidia": False, **dict.fromkeys(on, True)})
     families = build(settings_of(families=on_node), Found()).families
-    readers = [family for family in (*families.by_ids, *families.idle) if family.owns(resource)]
+    readers = [
+        family for family in (*families.id_families, *families.idle) if family.owns(resource)
+    ]
     assert [
         [share.device for share in family.shares(resource, [id_], INVENTORY)] for family in readers
     ] == [[device]]

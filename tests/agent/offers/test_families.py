@@ -251,7 +251,7 @@ async def test_a_gpu_that_nobody_can_divide_is_said_once(tmp_path: Path) -> None
     async with wired(
         await volcano_settings(tmp_path, None, families=switches()), two_models()
     ) as parts:
-        parts.families._families = AllFamilies(by_pod=(mig_family(),))
+        parts.families._families = AllFamilies(pod_families=(mig_family(),))
         parts.families.refresh()
         parts.families.refresh()
         assert [
@@ -338,8 +338,10 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
     async with wired(settings, in_mig_mode(both=False)) as parts:
         await parts.families.apply(settings)
         static = VolcanoStaticMigFamily(StaticMigOptions("mixed", prefix="nvidia.com"))
-        both = (*parts.families._families.by_ids, static)
-        parts.families._families = msgspec.structs.replace(parts.families._families, by_ids=both)
+        both = (*parts.families._families.id_families, static)
+        parts.families._families = msgspec.structs.replace(
+            parts.families._families, id_families=both
+        )
         parts.families.refresh()
         await parts.offering.sync()
         assert parts.offered == {GPU: 1, MIG: 7}
@@ -348,7 +350,7 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
             f"{duplicate_remedy('volcano-vgpu-mig')}"
         )
         parts.families._families = msgspec.structs.replace(
-            parts.families._families, by_ids=both[:1]
+            parts.families._families, id_families=both[:1]
         )
         await look_again(parts)
         assert parts.offering.withheld == {}
@@ -394,7 +396,7 @@ async def test_two_families_may_have_the_same_slices(tmp_path: Path) -> None:
         await parts.families.apply(settings)
         static = VolcanoStaticMigFamily(StaticMigOptions("mixed"))
         parts.families._families = msgspec.structs.replace(
-            parts.families._families, by_ids=(*parts.families._families.by_ids, static)
+            parts.families._families, id_families=(*parts.families._families.id_families, static)
         )
         parts.families.refresh()
         await parts.offering.sync()

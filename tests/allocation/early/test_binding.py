@@ -391,7 +391,7 @@ async def test_a_pod_whose_variable_would_win_is_refused(
     A container that has run before an update of the agent goes on.
     """
     place = Place(late=False)
-    place.allocator.use_families(Families(by_pod=(_VisibleFamily(),)))
+    place.allocator.use_families(Families(pod_families=(_VisibleFamily(),)))
     place.allocator.refresh_offer()
     container = PodContainer(
         "main", limits={NUMBER: 1}, environment=frozenset({variable}), started=started

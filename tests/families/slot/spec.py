@@ -13,7 +13,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     if not settings.is_on(SETTINGS.name):
         return BuiltFamily()
     slot = settings.section(Slot)
-    return BuiltFamily(by_pod=(SlotFamily(slot.per_gpu, slot.directory),))
+    return BuiltFamily(pod_families=(SlotFamily(slot.per_gpu, slot.directory),))
 
 
 SPEC = FamilySpec(

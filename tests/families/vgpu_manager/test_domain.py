@@ -37,7 +37,7 @@ def settings_in(domain: str) -> Settings:
 
 def family_in(domain: str) -> PodFamily:
     """The family whose pods decide, with its keys in ``domain``."""
-    (family,) = SPEC.build(settings_in(domain), NodeFacts()).by_pod
+    (family,) = SPEC.build(settings_in(domain), NodeFacts()).pod_families
     return family
 
 
@@ -83,7 +83,12 @@ def test_each_key_of_the_vocabulary_is_in_the_domain(domain: str) -> None:
     """But those of vgpu-manager §1.2."""
     words = SPEC.vocabulary(settings_in(domain))
     constant = {DRIVER_VERSION_LABEL, CUDA_VERSION_LABEL, CUDA_MAJOR_LABEL, CUDA_MINOR_LABEL}
-    keys = {*words.annotations, *words.labels, *words.resource_prefixes, *words.progress}
+    keys = {
+        *words.annotations,
+        *words.labels,
+        *words.resource_prefixes,
+        *words.progress_annotations,
+    }
     keys |= {*words.node_annotations} - constant
     assert {key.partition("/")[0] for key in keys} == {domain}
     assert constant <= {*words.node_annotations}
@@ -124,7 +129,9 @@ def test_a_name_in_the_kubelets_records_has_one_owner(
         vgpu_manager=VgpuManager(domain=THEIRS.domain),
     )
     built = [spec.build(settings, NodeFacts()) for spec in FAMILIES]
-    families = [each for part in built for each in (*part.by_ids, *part.by_pod, *part.idle)]
+    families = [
+        each for part in built for each in (*part.id_families, *part.pod_families, *part.idle)
+    ]
     found = {each.name: each.owns(resource) for each in families}
     assert {name: owns for name, owns in found.items() if owns is not Ownership.NONE} == owners
 

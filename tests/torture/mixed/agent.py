@@ -198,8 +198,10 @@ class MixedAgent:
         self.ledger = Ledger(clock=clock, wall_clock=clock)
         settings = Binding(mode="late")
         families = Families(
-            by_ids=tuple(_BY_IDS[name]() for name in BY_IDS if name in world.families),
-            by_pod=tuple(_BY_POD[name](settings) for name in BY_POD if name in world.families),
+            id_families=tuple(_BY_IDS[name]() for name in BY_IDS if name in world.families),
+            pod_families=tuple(
+                _BY_POD[name](settings) for name in BY_POD if name in world.families
+            ),
         )
         journal = _QuietJournal(world)
         self.allocator = Allocator(

@@ -148,17 +148,17 @@ def build(settings: Settings, found: Found) -> Built:
     facts = msgspec.structs.replace(found.facts, lists=lists, pod_lists=pod_lists)
     parts = [family.build(settings, facts) for family in FAMILIES]
     # the families whose ids name devices, those whose pods decide, and those that offer nothing now
-    by_ids = tuple(itertools.chain.from_iterable(part.by_ids for part in parts))
-    by_pod = tuple(itertools.chain.from_iterable(part.by_pod for part in parts))
+    id_families = tuple(itertools.chain.from_iterable(part.id_families for part in parts))
+    pod_families = tuple(itertools.chain.from_iterable(part.pod_families for part in parts))
     idle = tuple(itertools.chain.from_iterable(part.idle for part in parts))
     without_nodes: frozenset[str] = frozenset()
     if found.nodes.trouble:
-        lacking = [family.name for family in by_ids] if lists.names_nodes else []
-        lacking += [family.name for family in by_pod] if pod_lists.names_nodes else []
+        lacking = [family.name for family in id_families] if lists.names_nodes else []
+        lacking += [family.name for family in pod_families] if pod_lists.names_nodes else []
         without_nodes = frozenset(lacking)
     part_of = {family.name: part for family, part in zip(FAMILIES, parts, strict=True)}
     return Built(
-        Families(by_ids, by_pod, idle=idle),
+        Families(id_families, pod_families, idle=idle),
         tuple(itertools.chain.from_iterable(part.problems for part in parts)),
         {name: part.in_force for name, part in part_of.items() if part.in_force},
         {name: part.origins for name, part in part_of.items() if part.in_force},
@@ -171,7 +171,12 @@ def build(settings: Settings, found: Found) -> Built:
         },
         found.nodes,
         without_nodes,
-        {family.name: part.blocked for part in parts for family in part.by_pod if part.blocked},
+        {
+            family.name: part.blocked
+            for part in parts
+            for family in part.pod_families
+            if part.blocked
+        },
         frozenset(part.uses_library for part in parts if part.uses_library),
         {name: part.services for name, part in part_of.items() if part.services != NO_SERVICES},
         tuple(part.node_labels for part in parts if part.node_labels is not None),

@@ -112,8 +112,8 @@ class FamiliesInForce:
         """The families that are switched on, each with whether its pods decide on the devices."""
         families = self._families
         return (
-            *((family.name, False) for family in families.by_ids),
-            *((family.name, True) for family in families.by_pod),
+            *((family.name, False) for family in families.id_families),
+            *((family.name, True) for family in families.pod_families),
         )
 
     def why_not_offered(self, name: str) -> tuple[str, bool]:
@@ -159,7 +159,7 @@ class FamiliesInForce:
         """
         async with self._changing:
             built, libraries = await self._build(settings)
-            self._check(built.families.by_ids)  # before anything changes
+            self._check(built.families.id_families)  # before anything changes
             self._settings = settings
             self._take_over(built, libraries)
             self._offer()
@@ -250,19 +250,19 @@ class FamiliesInForce:
         offered: list[Resource] = []
         cautions: list[str] = []
         refused: dict[str, str] = {}
-        by_ids, by_pod = [], []
-        for family in self._families.by_ids:
+        id_families, pod_families = [], []
+        for family in self._families.id_families:
             short = family.shortfall(inventory)
             cautions += short.cautions
             problems = self._add(family, inventory, offered)
             refused |= {**short.refused, **problems}
-            by_ids += [] if problems else [family]
-        for pod_family in self._families.by_pod:
+            id_families += [] if problems else [family]
+        for pod_family in self._families.pod_families:
             unsupported = _why_unsupported(pod_family, inventory)
             cautions += () if unsupported else pod_family.cautions(inventory)
             problems = unsupported or self._add(pod_family, inventory, offered, check_size=True)
             refused |= problems
-            by_pod += [] if problems else [pod_family]
+            pod_families += [] if problems else [pod_family]
         self._offering.accept(
             [*(resource.name for resource in offered), *self._refused.difference(refused)]
         )
@@ -273,15 +273,15 @@ class FamiliesInForce:
         # `allocation.context.Families`
         paused = [
             family
-            for family in self._families.by_pod
-            if family not in by_pod or family.name in self._offering.blocked
+            for family in self._families.pod_families
+            if family not in pod_families or family.name in self._offering.blocked
         ]
         idle = [
             *self._families.idle,
-            *(family for family in self._families.by_ids if family not in by_ids),
+            *(family for family in self._families.id_families if family not in id_families),
         ]
         self._allocator.use_families(
-            Families(tuple(by_ids), tuple(by_pod), tuple(paused), tuple(idle))
+            Families(tuple(id_families), tuple(pod_families), tuple(paused), tuple(idle))
         )
         self._allocator.refresh_offer()
         self._caution(offered, cautions)
@@ -356,7 +356,9 @@ class FamiliesInForce:
             else dict.fromkeys(built.without_nodes, built.nodes.trouble)
         )
         blocked |= built.blocked
-        return blocked | ({family.name: waits for family in self._families.by_pod} if waits else {})
+        return blocked | (
+            {family.name: waits for family in self._families.pod_families} if waits else {}
+        )
 
 
 def _why_unsupported(family: PodFamily, inventory: Inventory) -> dict[str, str]:

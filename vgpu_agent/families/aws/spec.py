@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     options = AwsOptions.from_settings(settings, lists=facts.lists, mps_view=facts.mps_view)
     family = AwsFamily(options)
-    return BuiltFamily(by_ids=(family,)) if settings.is_on(FAMILY) else BuiltFamily(idle=(family,))
+    return (
+        BuiltFamily(id_families=(family,))
+        if settings.is_on(FAMILY)
+        else BuiltFamily(idle=(family,))
+    )
 
 
 def _mps(settings: Settings, view: MpsView) -> MpsOptions:

@@ -30,7 +30,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         return feature_labels(options, family.resources(inventory) if is_on else (), inventory)
 
     return BuiltFamily(
-        by_ids=(family,) if is_on else (),
+        id_families=(family,) if is_on else (),
         idle=() if is_on else (family,),
         node_labels=labels if settings.node_status.feature_labels else None,
     )

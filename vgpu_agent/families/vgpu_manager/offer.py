@@ -147,7 +147,7 @@ def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         decided_by=Decider.POD,
         prefers=options.prefer_claimed,
         ids_setting=f"{_SETTINGS}.deviceSplitCount",
-        undivided=True,
+        requires_mig_off=True,
         init_shares=True,
         withheld=withheld(inventory, options),
     )
@@ -199,7 +199,7 @@ def _quota(
         decided_by=Decider.NOBODY,
         prefers=False,
         ids_setting=f"{_SETTINGS}.{setting}",
-        undivided=True,
+        requires_mig_off=True,
         withheld=withheld(inventory, options),
     )
 

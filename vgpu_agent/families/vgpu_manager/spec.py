@@ -73,8 +73,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     offers_instances = options.mig_strategy != NONE
     control = control_backend(settings, options, facts)
     return BuiltFamily(
-        by_ids=(instances,) if offers_instances else (),
-        by_pod=(VgpuManagerFamily(options, control),),
+        id_families=(instances,) if offers_instances else (),
+        pod_families=(VgpuManagerFamily(options, control),),
         # Existing instances that are not offered may still be held.
         idle=() if offers_instances else (instances,),
         problems=tuple(problems),
@@ -108,7 +108,7 @@ def _vocabulary(keys: Keys) -> Vocabulary:
             CUDA_MINOR_LABEL,
         ),
         # written after those by which schedulers count
-        progress=frozenset({keys.predicate_time, keys.real_allocated}),
+        progress_annotations=frozenset({keys.predicate_time, keys.real_allocated}),
     )
 
 
@@ -188,7 +188,7 @@ SPEC = FamilySpec(
     library=LIBRARY_USE,
     device_modes=_device_modes,
     node_annotations=_BY_DEFAULT.node_annotations,
-    progress=_BY_DEFAULT.progress,
+    progress_annotations=_BY_DEFAULT.progress_annotations,
     renamed=_renamed,
     scheduling=SchedulingPart(_scheduling, by_default=True),
     parts=(MIG_FAMILY,),

@@ -343,7 +343,7 @@ class VolcanoGpushareFamily:
             decided_by=Decider.POD,
             prefers=False,
             ids_setting=ids_setting,
-            undivided=True,
+            requires_mig_off=True,
         )
 
     def _refuse_unequal(self, numbered: Mapping[int, Gpu]) -> None:

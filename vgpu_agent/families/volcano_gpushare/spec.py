@@ -28,7 +28,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     if not settings.is_on(FAMILY):
         return BuiltFamily()
     return BuiltFamily(
-        by_pod=(
+        pod_families=(
             VolcanoGpushareFamily(
                 VolcanoGpushareOptions.from_settings(settings, lists=facts.pod_lists)
             ),
@@ -44,7 +44,7 @@ SPEC = FamilySpec(
     annotations=(GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
     variables="VOLCANO_GPU_(ALLOCATED|MEMORY_TOTAL)",
     # written after those by which schedulers count
-    progress=frozenset({GPU_ASSIGNED}),
+    progress_annotations=frozenset({GPU_ASSIGNED}),
     # taken off when a pod is recreated
     stale_keys=lambda _: (GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
 )

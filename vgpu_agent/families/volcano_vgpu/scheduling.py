@@ -61,7 +61,7 @@ class VolcanoScheduling:
         self._names, self._options = names, options
 
     @property
-    def slots(self) -> str:
+    def number_resource(self) -> str:
         """See `SchedulingFamily`."""
         return self._names.number
 

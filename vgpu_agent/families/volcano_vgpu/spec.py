@@ -129,8 +129,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
             late=facts.late,
         )
     return BuiltFamily(
-        by_ids=static,
-        by_pod=(
+        id_families=static,
+        pod_families=(
             VolcanoVgpuMigFamily(options)
             if options.mode == MIG
             else VolcanoVgpuFamily(options, backend),
@@ -313,7 +313,7 @@ SPEC = FamilySpec(
     metrics=METRICS,
     node_annotations=("volcano.sh/node-vgpu-*",),
     # written after those by which schedulers count
-    progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
+    progress_annotations=frozenset({PHASE, TIME, TO_ALLOCATE}),
     parts=(STATIC_MIG_FAMILY,),
     # taken off when a pod is recreated
     stale_keys=lambda _: (NODE, PHASE, TIME, DECISION, TO_ALLOCATE, BIND_TIME),

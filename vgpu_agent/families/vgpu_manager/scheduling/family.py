@@ -35,7 +35,7 @@ class VgpuManagerScheduling:
         self._keys, self._options = keys, options
 
     @property
-    def slots(self) -> str:
+    def number_resource(self) -> str:
         """See `SchedulingFamily`."""
         return self._keys.number
 
