@@ -39,12 +39,12 @@ async def test_sharing_that_was_switched_off_between_two_agents_leaves_nothing(
     assert node.compute_modes == [3, 3]
     async with node.agent() as supervision:
         supervision.want({})
-        await supervision.recall()
+        await supervision.end_former_daemons()
         await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
         assert await asyncio.to_thread(processes.written_pid, str(node.pipe)) is None
         assert node.compute_modes == [0, 0]
     async with node.agent() as supervision:
-        await supervision.recall()
+        await supervision.end_former_daemons()
         assert supervision.statuses == ()
 
 
@@ -62,7 +62,7 @@ async def test_a_daemon_that_is_wanted_again_is_recalled_by_nobody(node: Node) -
     ] == [RESOURCE]
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
-        await supervision.recall()
+        await supervision.end_former_daemons()
         status = await until_running(supervision)
         assert status.adopted
         assert [entry.resource for entry in supervision.statuses] == [RESOURCE]
@@ -97,7 +97,7 @@ async def test_an_agent_without_mps_clears_away_what_a_dead_daemon_has_left(
     node.use_programs(control="no-such-program")
     async with node.agent() as supervision:
         supervision.want({})
-        await supervision.recall()
+        await supervision.end_former_daemons()
         await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
     assert node.compute_modes == [0, 0]
     assert await asyncio.to_thread(directories.remembered, str(node.root)) == []
@@ -116,7 +116,7 @@ async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node
     node.use_programs(control="no-such-program", smi="no-such-program")
     async with node.agent() as supervision:
         with capture_logs() as lines:
-            await supervision.recall()
+            await supervision.end_former_daemons()
             await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
         supervision.want({})
         (status,) = supervision.statuses  # a problem as long as this agent runs
@@ -126,7 +126,7 @@ async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node
     ]
     node.use_programs()
     async with node.agent() as supervision:
-        await supervision.recall()
+        await supervision.end_former_daemons()
         await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
     assert node.compute_modes == [0, 0]
     assert await asyncio.to_thread(directories.remembered, str(node.root)) == []
@@ -139,7 +139,7 @@ async def test_gpus_of_another_node_need_not_be_given_back(node: Node) -> None:
     await asyncio.to_thread(directories.remember, plan)
     node.use_programs(control="no-such-program", smi="no-such-program")
     async with node.agent() as supervision:
-        await supervision.recall()
+        await supervision.end_former_daemons()
         await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
     assert await asyncio.to_thread(directories.remembered, str(node.root)) == []
 
@@ -155,7 +155,7 @@ async def test_a_daemon_that_lives_is_never_taken_for_a_dead_one(node: Node) -> 
     )
     node.use_programs(control="no-such-program")
     async with node.agent() as supervision:
-        await supervision.recall()
+        await supervision.end_former_daemons()
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
         assert await asyncio.to_thread(processes.any_of, str(node.pipe))
     await asyncio.to_thread((node.pipe / "elsewhere").rename, processes.pid_path(str(node.pipe)))

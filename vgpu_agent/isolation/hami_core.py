@@ -161,6 +161,7 @@ class HamiCore(msgspec.Struct):
             # Any user of the container writes to it.
             files=(HostFile(region_path, SIZE, parts, 0o666, limit_parts(limits), allocated=True),),
             collected=directory,  # removed once the pod is gone
+            # mounted by specs and answers of earlier agents
             before=f"{directory_before(self.host_directory)}/{name}",
         )
 

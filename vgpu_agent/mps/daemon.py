@@ -349,12 +349,12 @@ class Daemon:
         """Check every few seconds that the limits are in force;
         return when the daemon must and can be ended or replaced.
         """
-        misses = turn = 0
+        misses = probes = 0
         while True:
             await self._pause(PROBE_SECONDS)
             try:
-                await self._prove(turn)
-                misses, turn = 0, turn + 1
+                await self._prove(probes)
+                misses, probes = 0, probes + 1
             except MpsDaemonGoneError:
                 raise
             except MpsError as err:
@@ -368,12 +368,12 @@ class Daemon:
             if await self._end_if_outdated():
                 return
 
-    async def _prove(self, turn: int) -> None:
-        """Ask for the compute limit and the memory limit of one GPU, the next one at each turn;
-        set the limits again if one has changed.
+    async def _prove(self, probes: int) -> None:
+        """Ask for the compute limit and the memory limit of one GPU; set the limits again if one
+        has changed. ``probes`` is the number of earlier calls: each asks about another GPU.
         """
         control, devices = self._control(), self._plan.devices
-        one = (devices[turn % len(devices)],) if devices else ()
+        one = (devices[probes % len(devices)],) if devices else ()
         if difference := await control.difference(one):
             await self._tell_limits(control)
             if still := await control.difference():

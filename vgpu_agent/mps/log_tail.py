@@ -13,8 +13,8 @@ import os
 _LONGEST_READ = 65536  # bytes at once; the rest waits for the next look
 _LONGEST_LINE = 500  # characters
 _LARGEST_FILE = 8 << 20  # allocated bytes
-_OURS = ("Accepting connection...", "NEW UI", "UI closed")
-_QUESTION = "Cmd:get_"
+_ABOUT_QUERIES = ("Accepting connection...", "NEW UI", "UI closed")
+_QUERY = "Cmd:get_"
 
 
 class LogTail:
@@ -60,9 +60,9 @@ class LogTail:
             os.ftruncate(descriptor, 0)
             self._offset = 0
         lines = chunk[:end].replace(b"\0", b"").decode(errors="replace").splitlines()
-        return [line[:_LONGEST_LINE] for line in lines if line and not _is_ours(line)]
+        return [line[:_LONGEST_LINE] for line in lines if line and not _is_about_query(line)]
 
 
-def _is_ours(line: str) -> bool:
+def _is_about_query(line: str) -> bool:
     text = line.partition("] ")[2]
-    return text in _OURS or text.startswith(_QUESTION)
+    return text in _ABOUT_QUERIES or text.startswith(_QUERY)

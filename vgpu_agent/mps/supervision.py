@@ -35,8 +35,8 @@ _logger = log.get(__name__)
 class Supervision:
     """The daemons, and their common parts.
 
-    State: for each resource one `Daemon` and one supervised task, from the first `want` or `recall`
-    of it until the first `want` after its end.
+    State: for each resource one `Daemon` and one supervised task, from the first `want` or
+    `end_former_daemons` of it until the first `want` after its end.
 
     Args:
         settings: paths and times.
@@ -98,7 +98,7 @@ class Supervision:
             else:
                 self._begin(plan, plan, in_use_by_others)
 
-    async def recall(self) -> None:
+    async def end_former_daemons(self) -> None:
         """End daemons of a previous agent that are not desired any more. The previous agent may
         have been killed, and sharing switched off before this start.
         """

@@ -132,7 +132,7 @@ class MpsController:
 
     async def _follow(self) -> None:
         # ends daemons of an earlier agent that no resource needs any more
-        await self._supervision.recall()
+        await self._supervision.end_former_daemons()
         async for _ in self._ledger.revision.changes():
             self._refresh()
 
