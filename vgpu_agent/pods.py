@@ -126,8 +126,8 @@ class PodContainer(msgspec.Struct, frozen=True):
 
     Attributes:
         limits: resource → whole number, for extended resources only (those with a slash in their
-            name). A limit that is not a whole number is in ``unreadable`` instead.
-        unreadable: resource → the text that could not be read as a whole number.
+            name). A limit that is not a whole number is in ``unreadable_limits`` instead.
+        unreadable_limits: resource → the text that could not be read as a whole number.
         environment: names of the variables in the specification that concern GPUs.
         started: the pod's status says that it runs now or ran before.
         running: the pod's status says that it runs now.
@@ -145,7 +145,7 @@ class PodContainer(msgspec.Struct, frozen=True):
     name: str
     kind: ContainerKind = ContainerKind.MAIN
     limits: Mapping[str, int] = msgspec.field(default_factory=dict)
-    unreadable: Mapping[str, str] = msgspec.field(default_factory=dict)
+    unreadable_limits: Mapping[str, str] = msgspec.field(default_factory=dict)
     environment: frozenset[str] = frozenset()
     started: bool = False
     container_id: str = ""
@@ -314,7 +314,7 @@ class Pod(msgspec.Struct, frozen=True):
     def size_bytes(self) -> int:
         """The pod's approximate size in memory."""
         texts = sum(map(sys.getsizeof, (*self.annotations.values(), *self.labels.values())))
-        resources = sum([len(one.limits) + len(one.unreadable) for one in self.containers])
+        resources = sum([len(one.limits) + len(one.unreadable_limits) for one in self.containers])
         values = sum([len(one.values) for one in self.containers])
         return (
             _POD_BYTES

@@ -71,7 +71,7 @@ async def test_an_imitation_of_a_mirror_pod_takes_nobodys_answer() -> None:
     "container",
     [
         PodContainer("main", limits={NUMBER: 1, MEMORY: 10**9}),
-        PodContainer("main", limits={NUMBER: 1}, unreadable={MEMORY: "lots"}),
+        PodContainer("main", limits={NUMBER: 1}, unreadable_limits={MEMORY: "lots"}),
     ],
 )
 async def test_a_pod_that_asks_for_more_than_there_is_takes_nobodys_answer(

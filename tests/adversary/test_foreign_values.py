@@ -69,7 +69,7 @@ def test_a_tenant_cannot_fill_a_refusal_with_any_of_its_values() -> None:
         "team",
         "train",
         annotations={DECISION: LONG},
-        containers=(PodContainer("main", unreadable={Names().memory: LONG}),),
+        containers=(PodContainer("main", unreadable_limits={Names().memory: LONG}),),
     )
     texts = [str(refused(pod, DECISION, LONG, "nonsense"))]
     with pytest.raises(RequestRefusedError) as caught:

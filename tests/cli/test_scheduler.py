@@ -213,7 +213,7 @@ def test_words_for_product_names_match_as_asked() -> None:
         options(*flags)
         wanted = Started.family.read_demand(pod(include_type="a10"))
         assert wanted is not None
-        assert wanted.demand.types_cut_numbers is expected
+        assert wanted.demand.types_match_substrings is expected
 
 
 @pytest.mark.parametrize(

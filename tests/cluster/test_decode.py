@@ -107,7 +107,7 @@ def test_a_pod_has_what_families_and_allocation_need() -> None:
     assert pod.containers[2] == PodContainer(
         "main",
         limits={"volcano.sh/vgpu-number": 2},
-        unreadable={"volcano.sh/vgpu-memory": "1500m"},
+        unreadable_limits={"volcano.sh/vgpu-memory": "1500m"},
         environment=frozenset({"CUDA_DISABLE_CONTROL"}),
     )
 

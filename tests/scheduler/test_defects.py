@@ -218,7 +218,7 @@ async def _a10_is_no_a100() -> None:
     for cut, expected in ((False, []), (True, ["n0"])):
         cluster = StrictCluster(1)
         cluster.extender._family = VgpuManagerScheduling(
-            KEYS, SchedulingOptions(types_cut_numbers=cut)
+            KEYS, SchedulingOptions(types_match_substrings=cut)
         )
         show_node(cluster, "n0", node_texts([entry(0, type="NVIDIA A100-SXM4-80GB")]))
         pod = with_texts(a_pod(**SMALL), include_type="A10")

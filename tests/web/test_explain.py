@@ -370,7 +370,7 @@ def test_a_pod_that_asks_for_nothing_of_ours_is_told_what_there_is(
 
 def test_a_limit_that_cannot_be_read_is_quoted(volcano_node: AgentStatus) -> None:
     """Instead of being taken for 0."""
-    pod = a_pod("new", PodContainer("main", unreadable={VGPU: "1.5"}))
+    pod = a_pod("new", PodContainer("main", unreadable_limits={VGPU: "1.5"}))
     assert (
         "Container main asks for volcano.sh/vgpu-number = '1.5', which is not a whole number."
         in sentences(shown(volcano_node, pod), "new")

@@ -89,7 +89,7 @@ def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
     if pod.mirror and not pod.static_uid:
         return True
     return any(
-        container.limits.get(name, 0) > count or name in container.unreadable
+        container.limits.get(name, 0) > count or name in container.unreadable_limits
         for container in pod.containers
         for name, count in offered.items()
     )

@@ -217,7 +217,7 @@ def _family(arguments: argparse.Namespace) -> SchedulingFamily:
     return part.build(
         SchedulingOptions(
             domain=arguments.domain,
-            types_cut_numbers=arguments.type_match == _SUBSTRING,
+            types_match_substrings=arguments.type_match == _SUBSTRING,
             cores_only=Incomplete(arguments.cores_only),
             memory_only=Incomplete(arguments.memory_only),
         )

@@ -516,7 +516,7 @@ def _containers(
     for one, kind in kinds:
         status = statuses.get(one.name) or _ContainerStatus()
         container = _container(one, kind, status, prefixes, most_resources=left)
-        left -= len(container.limits) + len(container.unreadable)
+        left -= len(container.limits) + len(container.unreadable_limits)
         containers.append(container)
     return tuple(containers)
 

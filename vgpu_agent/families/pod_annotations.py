@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 def pod_keys(settings: Settings | None = None) -> PodKeys:
     """Return the keys under ``settings``; without, those that the families have by default."""
     every = [family.vocabulary(settings) for family in FAMILIES]
-    in_turns = itertools.zip_longest(*(family.annotations for family in every))
+    # the most important one of each family, then the second ones, and so on
+    ranked = itertools.zip_longest(*(family.annotations for family in every))
     return PodKeys(
-        (*OF_KUBERNETES, *dict.fromkeys(key for turn in in_turns for key in turn if key)),
+        (*OF_KUBERNETES, *dict.fromkeys(key for rank in ranked for key in rank if key)),
         tuple(
             dict.fromkeys((*(key for family in every for key in family.labels), GPU_HEALTH_LABEL))
         ),

@@ -33,15 +33,15 @@ class SchedulingOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         domain: of the family's keys, if the family lets operators choose it; empty otherwise.
-        types_cut_numbers: words for product names match as in the replaced extender: ``A10`` also
-            matches ``A100``.
+        types_match_substrings: words for product names match as in the replaced extender: ``A10``
+            also matches ``A100``.
         cores_only: the treatment of a container that asks for compute, and not for memory.
         memory_only: that of a container that asks for memory, and not for compute; never
             `PROPORTIONAL`, because an agent gives no container a limit that it has not asked for.
     """
 
     domain: str = ""
-    types_cut_numbers: bool = False
+    types_match_substrings: bool = False
     cores_only: Incomplete = Incomplete.AS_REPLACED
     memory_only: Incomplete = Incomplete.AS_REPLACED
 

@@ -29,9 +29,9 @@ _see: contextvars.ContextVar[See | None] = contextvars.ContextVar("_see", defaul
 
 @contextlib.contextmanager
 def searches_seen_by(see: See) -> Iterator[None]:
-    """Report each search that `best_set` makes meanwhile in this task: `EXHAUSTIVE` or `GREEDY`,
-    and the number of devices among which it chose. Where all links are equally good it searches
-    nothing.
+    """Report each search that `best_set` makes meanwhile in this task to ``see``: `EXHAUSTIVE` or
+    `GREEDY`, and the number of devices among which it chose. Where all links are equally good it
+    searches nothing.
     """
     token = _see.set(see)
     try:

@@ -23,11 +23,11 @@ def is_excluded(text: str, entries: Iterable[str], matches: Matches) -> bool:
     return any(matches(low, entry) for entry in entries)
 
 
-def model_rule(*, cut_numbers: bool) -> Matches:
-    """Return how entries match product names: with ``cut_numbers``, ``A10`` also means ``A100``, as
+def model_rule(*, substrings: bool) -> Matches:
+    """Return how entries match product names: with ``substrings``, ``A10`` also means ``A100``, as
     for vgpu-manager.
     """
-    return has_text if cut_numbers else _has_name
+    return has_text if substrings else _has_name
 
 
 def has_text(text: str, entry: str) -> bool:

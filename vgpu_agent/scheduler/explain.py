@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
     from vgpu_agent.scheduler.extender import Kept
     from vgpu_agent.scheduler.records import FilterCalls
-    from vgpu_agent.scheduler.shortage import Share
+    from vgpu_agent.scheduler.shortage import CardRoom
 
 FITS = "Fits"
 MAX_ROWS = 30
@@ -502,16 +502,16 @@ class _Collected:
         self.names: list[str] = []
         self.cards: collections.Counter[str] = collections.Counter()
 
-    def add(self, group: Group, left: Sequence[Share], views: Sequence[NodeView]) -> None:
-        """Count Nodes of a group; ``left`` has the free shares of each of them."""
+    def add(self, group: Group, left: Sequence[CardRoom], views: Sequence[NodeView]) -> None:
+        """Count Nodes of a group; ``left`` has the rest of the cards of each of them."""
         self.nodes += len(views)
         self.names += [each.name for each in views[: max(MAX_NAMES - len(self.names), 0)]]
         for reason, cards in group.cards.items():
             self.cards[reason.name] += cards * len(views)
-        for share in left:
-            self.memory = max(self.memory, share.memory_mib)
-            self.cores = max(self.cores, share.cores_percent)
-        self.untouched = max(self.untouched, sum(share.is_untouched for share in left))
+        for room in left:
+            self.memory = max(self.memory, room.memory_mib)
+            self.cores = max(self.cores, room.cores_percent)
+        self.untouched = max(self.untouched, sum(room.is_untouched for room in left))
 
 
 def _rows(
@@ -525,7 +525,7 @@ def _rows(
     )
     for group in groups:
         view = group.views[0]
-        left = shortage.shares(view, view.unwanted(demand))
+        left = shortage.rooms(view, view.unwanted(demand))
         code, reason = _code(group.refusal.reason if group.refusal else None)
         key = code, reason, view.unfit.note if view.unfit else "", frozenset(group.cards)
         if every_node:

@@ -190,6 +190,7 @@ class Service:
             )
         book, known, budgets = Book(), KnownPods(), Budgets()
         events = PodEvents(self._events)
+        # with `Pod.scheduling`, the facts that only schedulers use
         read_pod = with_facts(decode.pods_with(family.pod_keys))
         self._extender = Extender(
             book=book,

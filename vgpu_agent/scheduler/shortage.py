@@ -35,7 +35,7 @@ _REASON_OF_MODE = {
 }
 
 
-class Share(msgspec.Struct, frozen=True):
+class CardRoom(msgspec.Struct, frozen=True):
     """The rest of a card that can serve another container.
 
     Attributes:
@@ -53,9 +53,9 @@ class Share(msgspec.Struct, frozen=True):
     is_untouched: bool
 
 
-def shares(view: NodeView, unwanted: Mapping[int, Reason]) -> list[Share]:
-    """Return the free shares of those cards of a Node that can serve another container: that are
-    not blocked, are not in ``unwanted``, and have a slot, memory and compute left.
+def rooms(view: NodeView, unwanted: Mapping[int, Reason]) -> list[CardRoom]:
+    """Return the rest of each card of a Node that can serve another container: that is not
+    blocked, is not in ``unwanted``, and has a slot, memory and compute left.
     """
     if view.state is None:
         return []
@@ -63,7 +63,7 @@ def shares(view: NodeView, unwanted: Mapping[int, Reason]) -> list[Share]:
     for number, (card, taken) in enumerate(
         zip(view.state.hardware.cards, view.state.taken, strict=True)
     ):
-        share = Share(
+        room = CardRoom(
             number,
             card.memory_mib - taken[1],
             card.cores_percent - taken[2],
@@ -73,9 +73,9 @@ def shares(view: NodeView, unwanted: Mapping[int, Reason]) -> list[Share]:
         if (
             card.blocked is None
             and number not in unwanted
-            and min(share.slots, share.memory_mib, share.cores_percent) > 0
+            and min(room.slots, room.memory_mib, room.cores_percent) > 0
         ):
-            found.append(share)
+            found.append(room)
     return found
 
 
@@ -103,11 +103,14 @@ class _Figures:
         self.nodes = 0
         self.names: list[str] = []
         self.notes: dict[str, str] = {}  # note → a Node that has it
-        # of one Node: the least of the best `most_cards` cards; a whole card counts if untouched
-        self.memory, self.cores, self.untouched = _Best(), _Best(), _Best()
-        self.usable, self.size, self.core_size = _Best(), _Best(), _Best()
+        # what the least of the best `most_cards` cards of a Node has free
+        self.memory, self.cores = _Best(), _Best()
+        # of one card, whether free or not
+        self.size, self.core_size = _Best(), _Best()
+        # the free slots, memory and compute of all cards of a Node together
         self.slots, self.all_memory, self.all_cores = _Best(), _Best(), _Best()
-        self.empty = _Best()
+        # cards of a Node: not blocked; with all memory free and enough compute; without any pod
+        self.usable, self.untouched, self.empty = _Best(), _Best(), _Best()
         self.blocked: collections.Counter[Reason] = collections.Counter()
 
     def add(self, group: Group) -> None:
@@ -125,7 +128,7 @@ class _Figures:
             else:
                 self.size.offer(card.memory_mib, view)
                 self.core_size.offer(card.cores_percent, view)
-        left = shares(view, view.unwanted(self._demand))
+        left = rooms(view, view.unwanted(self._demand))
         self.usable.offer(sum(card.blocked is None for card in view.state.hardware.cards), view)
         self.slots.offer(sum(each.slots for each in left), view)
         self.empty.offer(sum(each.is_untouched for each in left), view)

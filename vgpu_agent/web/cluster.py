@@ -92,7 +92,9 @@ def _container(status: AgentStatus, pod: Pod, container: PodContainer) -> dict[s
         "name": container.name,
         "kind": container.kind,
         "limits": {name: count for name, count in container.limits.items() if name in ours},
-        "unreadable": {name: text for name, text in container.unreadable.items() if name in ours},
+        "unreadable": {
+            name: text for name, text in container.unreadable_limits.items() if name in ours
+        },
         "started": container.started,
         "served": any(
             grant.owner is not None

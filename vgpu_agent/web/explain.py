@@ -115,7 +115,7 @@ def _about(
     asking = [
         container
         for container in pod.containers
-        if any(name in ours for name in (*container.limits, *container.unreadable))
+        if any(name in ours for name in (*container.limits, *container.unreadable_limits))
     ]
     if not asking:
         wanted = sorted({name for container in pod.containers for name in container.limits})
@@ -182,7 +182,7 @@ def _container(
 ) -> Iterator[str]:
     """Explain one container that asks for our resources."""
     ours = cluster.our_resources(status)
-    for name, text in container.unreadable.items():
+    for name, text in container.unreadable_limits.items():
         if name in ours:
             yield (
                 f"Container {container.name} asks for {name} = {text[:60]!r}, which is not a "

@@ -153,7 +153,7 @@ def test_the_old_rule_for_product_names_takes_a_part_of_a_number() -> None:
     """
     gpus = (INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], name="NVIDIA A100-SXM4"))
     node = msgspec.structs.replace(INVENTORY, gpus=gpus)
-    old = family(types_cut_numbers=True)
+    old = family(types_match_substrings=True)
     assert placed(TWO, node, of=old, include_type="A10") == [0, 1]
     with pytest.raises(CapacityError, match="the pod wants another type of GPU"):
         placed(TWO, node, include_type="A10")

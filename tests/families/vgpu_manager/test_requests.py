@@ -59,7 +59,7 @@ def test_what_no_card_has_is_refused(limits: dict[str, Any], told: str) -> None:
 
 def test_a_limit_that_is_no_number_is_quoted() -> None:
     """The user finds it in the specification."""
-    odd = PodContainer("main", limits={NUMBER: 1}, unreadable={MEMORY: "1.5Gi" * 20})
+    odd = PodContainer("main", limits={NUMBER: 1}, unreadable_limits={MEMORY: "1.5Gi" * 20})
     with pytest.raises(RequestRefusedError, match="without Mi or Gi") as caught:
         read_request(pod(), odd, KEYS, 1)
     assert "container main" in str(caught.value)
@@ -69,7 +69,7 @@ def test_a_limit_that_is_no_number_is_quoted() -> None:
 def test_only_the_number_makes_a_container_ask() -> None:
     """The kubelet calls for nothing else (vgpu-manager §2.1)."""
     assert asks(ONE, KEYS)
-    assert asks(PodContainer("main", unreadable={NUMBER: "x"}), KEYS)
+    assert asks(PodContainer("main", unreadable_limits={NUMBER: "x"}), KEYS)
     assert not asks(container(cores=10, memory=1024), KEYS)
     assert not asks(container(number=0), KEYS)
 

@@ -95,7 +95,7 @@ def test_the_defaults_are_those_of_the_replaced_plugin() -> None:
     """A DaemonSet without arguments offers the same as before."""
     assert options_of(load({}).settings) == VgpuManagerOptions()
     old = load({}, ON + "vgpuManager: {typeMatch: substring}").settings
-    assert options_of(old) == VgpuManagerOptions(types_cut_numbers=True)
+    assert options_of(old) == VgpuManagerOptions(types_match_substrings=True)
 
 
 def test_a_flag_that_means_nothing_here_is_accepted_and_named() -> None:

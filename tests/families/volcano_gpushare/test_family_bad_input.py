@@ -33,7 +33,7 @@ from vgpu_agent.pods import PodContainer
 
 def test_an_unreadable_limit_is_refused() -> None:
     """A limit that is no whole number is named with its text."""
-    container = PodContainer("c0", unreadable={MEMORY: "1.5k"})
+    container = PodContainer("c0", unreadable_limits={MEMORY: "1.5k"})
     with pytest.raises(
         RequestRefusedError, match=r"limit volcano.sh/gpu-memory: '1.5k' is not a whole number"
     ):

@@ -278,7 +278,10 @@ def test_limits_that_cannot_be_meant_are_refused(
 ) -> None:
     """With or without a scheduler: pod, container, key, value, and what is expected."""
     text = _refusal(
-        pod(PodContainer("main", limits=limits, unreadable=unreadable), annotations=annotations)
+        pod(
+            PodContainer("main", limits=limits, unreadable_limits=unreadable),
+            annotations=annotations,
+        )
     )
     assert text.startswith("pod team/p1, container main: ")
     assert told in text

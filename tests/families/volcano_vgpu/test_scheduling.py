@@ -46,7 +46,7 @@ def container(
         name,
         kind=kind,
         limits={key: value for key, value in keys.items() if isinstance(value, int)},
-        unreadable={key: value for key, value in keys.items() if isinstance(value, str)},
+        unreadable_limits={key: value for key, value in keys.items() if isinstance(value, str)},
     )
 
 
@@ -168,8 +168,8 @@ def test_a_percentage_is_that_of_the_card(volcano: VolcanoScheduling) -> None:
     wanted = demand(volcano, pod(container(number=1, memory_percentage=25)))
     placed = allocate(wanted.demand, cards(volcano).hardware, [(0, 0, 0), (0, 0, 0)])
     assert isinstance(placed, Placement)
-    ((claim,),) = placed.claims
-    assert claim.memory_mib == 6144
+    ((share,),) = placed.shares
+    assert share.memory_mib == 6144
 
 
 def test_a_whole_card_of_compute_is_an_empty_card(volcano: VolcanoScheduling) -> None:
@@ -178,7 +178,7 @@ def test_a_whole_card_of_compute_is_an_empty_card(volcano: VolcanoScheduling) ->
     hardware = cards(volcano).hardware
     placed = allocate(wanted, hardware, [(1, 1, 0), (0, 0, 0)])
     assert isinstance(placed, Placement)
-    assert placed.claims[0][0].card == 1
+    assert placed.shares[0][0].card == 1
     assert isinstance(allocate(wanted, hardware, [(1, 1, 0), (1, 1, 0)]), Refusal)
 
 

@@ -11,7 +11,7 @@ from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
 from vgpu_agent.placement.nodes.allocation import (
     NOTHING,
     Amounts,
-    CardClaim,
+    CardShare,
     Placement,
     Refusal,
     add,
@@ -45,13 +45,13 @@ def placed(
 def numbers(found: Placement | Refusal) -> list[list[int]]:
     """The cards of each container."""
     assert isinstance(found, Placement), found
-    return [[claim.card for claim in claims] for claims in found.claims]
+    return [[share.card for share in shares] for shares in found.shares]
 
 
 def test_the_pod_of_the_contract_gets_card_0() -> None:
     """vgpu-manager §13.3."""
     assert placed(demand(container(cores=10, memory=1024))) == Placement(
-        ((CardClaim(0, 10, 1024),),), {0: (1, 1024, 10)}
+        ((CardShare(0, 10, 1024),),), {0: (1, 1024, 10)}
     )
 
 
@@ -59,7 +59,7 @@ def test_memory_is_in_units_of_the_node_and_whole_cards_have_all_of_it() -> None
     """vgpu-manager §5.3."""
     found = placed(demand(container(memory=3), container(cores=5)), cards(memoryFactor=100))
     assert isinstance(found, Placement)
-    assert found.claims == ((CardClaim(0, 0, 300),), (CardClaim(1, 5, MEMORY_MIB),))
+    assert found.shares == ((CardShare(0, 0, 300),), (CardShare(1, 5, MEMORY_MIB),))
 
 
 @pytest.mark.parametrize(
@@ -252,19 +252,19 @@ def test_no_card_ever_gives_more_than_it_has(
     if isinstance(found, Refusal):
         return
     kinds = [each.kind for each in wanted.containers]
-    assert found.footprint == footprint(kinds, found.claims)
-    sides = [claims for kind, claims in zip(kinds, found.claims, strict=True) if kind is SIDECAR]
-    mains = [claims for kind, claims in zip(kinds, found.claims, strict=True) if kind is MAIN]
-    inits = [claims for kind, claims in zip(kinds, found.claims, strict=True) if kind is INIT]
-    for running in ([*sides, *mains], *([*sides, claims] for claims in inits)):
+    assert found.footprint == footprint(kinds, found.shares)
+    sides = [shares for kind, shares in zip(kinds, found.shares, strict=True) if kind is SIDECAR]
+    mains = [shares for kind, shares in zip(kinds, found.shares, strict=True) if kind is MAIN]
+    inits = [shares for kind, shares in zip(kinds, found.shares, strict=True) if kind is INIT]
+    for running in ([*sides, *mains], *([*sides, shares] for shares in inits)):
         left = list(taken)
-        for claims in running:
-            assert len({claim.card for claim in claims}) == len(claims)
-            for claim in claims:
-                left[claim.card] = add(left[claim.card], (1, claim.memory_mib, claim.cores_percent))
-                slots, memory, cores = left[claim.card]
+        for shares in running:
+            assert len({share.card for share in shares}) == len(shares)
+            for share in shares:
+                left[share.card] = add(left[share.card], (1, share.memory_mib, share.cores_percent))
+                slots, memory, cores = left[share.card]
                 assert slots <= 10
                 assert memory <= MEMORY_MIB
                 assert cores <= 100
-    for each, claims in zip(wanted.containers, found.claims, strict=True):
-        assert len(claims) == each.number
+    for each, shares in zip(wanted.containers, found.shares, strict=True):
+        assert len(shares) == each.number

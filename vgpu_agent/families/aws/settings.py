@@ -54,6 +54,7 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
 
 def _names(settings: Settings) -> Iterator[OfferedName]:
+    # `change_order`: of two equal names, the operator is asked to change the one with the lower
     yield OfferedName(
         settings.section(Aws).resource_name, FAMILY, "aws.resourceName", change_order=0
     )
@@ -72,6 +73,7 @@ def _collisions(settings: Settings) -> Iterator[Conflict]:
 
 
 def _mounted_mps_directory(settings: Settings) -> tuple[str, str]:
+    """Return the directory of MPS that containers have mounted, and the setting that causes it."""
     mps = settings.section(Aws).mps
     # The default directory of MPS's pipes, so not a predictable name of ours (S108).
     return ("", "") if mps == "none" else ("/tmp/nvidia-mps", f"aws.mps: {mps}")  # noqa: S108

@@ -33,6 +33,10 @@ AUTOMATIC = -1  # as many replicas as the device has units of memory
 class Pattern(msgspec.Struct, frozen=True):
     """A pattern for names of GPUs or MIG profiles: ``*`` stands for any text, and all of the name
     must match (nvidia §3).
+
+    Attributes:
+        pattern: for the name of the GPU or profile.
+        name: the resource that offers such devices.
     """
 
     pattern: str

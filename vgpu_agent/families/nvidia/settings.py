@@ -385,6 +385,7 @@ def _without_effect(settings: Settings) -> Iterator[str]:
 
 
 def _daemons(settings: Settings) -> bool:
+    """Tell whether the agent runs MPS control daemons for the family."""
     return (
         bool(settings.section(Sharing).mps.resources)
         and not settings.section(Iktos).resource_config
@@ -406,6 +407,7 @@ SETTINGS = FamilySettings(
         "iktos": Iktos,
         "named_config": NamedConfig,
     },
+    # a running agent follows changes of these
     live=("resources.", "sharing.", "iktos."),
     options=(
         # As NVIDIA's config-manager names them.
@@ -425,6 +427,7 @@ SETTINGS = FamilySettings(
     conflicts=_conflicts,
     without_effect=_without_effect,
     names=offered_names,
+    # the setting with which the family takes more GPUs than it needs, and the value that avoids it
     spreading=(Spreading("plugin.sharedDevicesAllocationPolicy", "distributed", "auto"),),
     mps="sharing.mps",
     daemons=_daemons,

@@ -77,14 +77,15 @@ class Gates(msgspec.Struct, frozen=True):
     """The gates that have an effect here; all are off by default.
 
     Attributes:
-        offer_cores: GPUCoreResourcePlugin.
-        offer_memory: GPUMemoryResourcePlugin.
-        reschedule: AllocationFailureReschedule.
-        topology: TopologyAwareGPUAllocation.
-        sm_watcher: SharedSMUtilizationWatcher.
-        tracks_virtual_memory: VirtualMemoryTracking.
-        client_mode: DevicePluginClientMode.
-        prefer_claimed: HonorPreAllocatedDeviceIDs.
+        offer_cores: GPUCoreResourcePlugin; the cards' compute is a resource, for quotas.
+        offer_memory: GPUMemoryResourcePlugin; the same for their memory.
+        reschedule: AllocationFailureReschedule; failed pods are evicted or recreated.
+        topology: TopologyAwareGPUAllocation; the Node shows the links between its GPUs.
+        sm_watcher: SharedSMUtilizationWatcher; compute is measured once for all containers.
+        tracks_virtual_memory: VirtualMemoryTracking; containers count spilled memory.
+        client_mode: DevicePluginClientMode; containers register their processes.
+        prefer_claimed: HonorPreAllocatedDeviceIDs; the kubelet is asked for ids of the GPUs that a
+            scheduler has chosen.
         problems: one sentence for each entry that is not ``Gate=value``.
         without_effect: one sentence for each gate of another program, and for each entry that a
             later entry with the gate's other name overrides.

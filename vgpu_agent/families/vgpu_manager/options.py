@@ -39,8 +39,8 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
         tracks_virtual_memory: containers count the memory that spills into the host's
             (VirtualMemoryTracking).
         mig_strategy: ``none``, ``single`` or ``mixed``.
-        types_cut_numbers: where the agent places a container, ``A10`` in its pod's annotations also
-            means ``A100``, as for vgpu-manager.
+        types_match_substrings: where the agent places a container, ``A10`` in its pod's annotations
+            also means ``A100``, as for vgpu-manager.
         open_kernel_modules: the node runs NVIDIA's open kernel modules.
         lists: how containers get their devices.
     """
@@ -60,7 +60,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
     sm_watcher: bool = False
     tracks_virtual_memory: bool = False
     mig_strategy: str = "mixed"
-    types_cut_numbers: bool = False
+    types_match_substrings: bool = False
     open_kernel_modules: bool = False
     lists: ListOptions = msgspec.field(default_factory=ListOptions)
 
@@ -94,7 +94,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             sm_watcher=gates.sm_watcher,
             tracks_virtual_memory=gates.tracks_virtual_memory,
             mig_strategy=static_mig_strategy(settings, vgpu)[0],
-            types_cut_numbers=vgpu.type_match == "substring",
+            types_match_substrings=vgpu.type_match == "substring",
             open_kernel_modules=vgpu.open_kernel_modules,
             lists=lists,
         )

@@ -130,7 +130,7 @@ def _unwanted(pod: Pod, question: Question, options: VgpuManagerOptions) -> dict
     extender (`placement.selection`).
     """
     keys = options.keys
-    of_models = model_rule(cut_numbers=options.types_cut_numbers)
+    of_models = model_rule(substrings=options.types_match_substrings)
     types = listed_texts(pod, keys.include_type), listed_texts(pod, keys.exclude_type), of_models
     uuids = listed_texts(pod, keys.include_uuid), listed_texts(pod, keys.exclude_uuid), has_text
     reasons = {}

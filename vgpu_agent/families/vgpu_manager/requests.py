@@ -58,7 +58,7 @@ class Request(msgspec.Struct, frozen=True):
 
 def asks(container: PodContainer, keys: Keys) -> bool:
     """Tell whether schedulers give the container a claim: it names a number of cards."""
-    return container.limits.get(keys.number, 0) > 0 or keys.number in container.unreadable
+    return container.limits.get(keys.number, 0) > 0 or keys.number in container.unreadable_limits
 
 
 def sets(container: PodContainer | None, variable: str) -> bool:
@@ -127,7 +127,7 @@ def read_request(pod: Pod, container: PodContainer, keys: Keys, factor: int) -> 
     """
 
     def limit(name: str, *, most: int, expected: str) -> int:
-        text = container.unreadable.get(name)
+        text = container.unreadable_limits.get(name)
         value = container.limits.get(name, 0)
         if text is None and 0 <= value <= most:
             return value

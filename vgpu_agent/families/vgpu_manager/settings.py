@@ -373,6 +373,7 @@ SETTINGS = FamilySettings(
         _own("exporter.certificateFile", "--tls-cert-file", "FILE", "certificate of the metrics"),
         _own("exporter.keyFile", "--tls-key-file", "FILE", "its private key"),
     ),
+    # the flag and the variable of the second key set the first one, too
     follows_flags={f"{SECTION}.migStrategy": "plugin.migStrategy"},
     ignored=(ForeignVariable("CGROUP_DRIVER", _nothing_in_force, _FINDS_CGROUP),),
     ignored_flags=(

@@ -56,7 +56,7 @@ GPU_INDEX = "volcano.sh/gpu-index"
 PREDICATE_TIME = "volcano.sh/predicate-time"
 GPU_ASSIGNED = "volcano.sh/gpu-assigned"
 UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
-NODE_LOCK = "gpu"
+NODE_LOCK = "gpu"  # the annotation of the Node by which a scheduler locks it, see `node_lock`
 
 _ANEW = "delete the pod so that it is scheduled anew"
 _SHOWN_CHARACTERS = 60  # of an annotation in an error
@@ -200,7 +200,7 @@ class VolcanoGpushareFamily:
             count = container.limits.get(name, 0)
             if (
                 container.kind is ContainerKind.INIT
-                or name in container.unreadable
+                or name in container.unreadable_limits
                 or not 0 < count <= needed
             ):
                 continue
@@ -416,8 +416,8 @@ class VolcanoGpushareFamily:
                 f"pod {pod.full_name} has no container {question.container}, for which the "
                 f"kubelet names {name}"
             )
-        if name in container.unreadable:
-            shown = _shown(container.unreadable[name])
+        if name in container.unreadable_limits:
+            shown = _shown(container.unreadable_limits[name])
             raise RequestRefusedError(
                 f"pod {pod.full_name}, container {container.name}: limit {name}: {shown} is not "
                 "a whole number"
@@ -462,6 +462,7 @@ class VolcanoGpushareFamily:
         return tuple(numbered[index] for index in chosen)
 
     def _roomy_gpu(self, question: Question) -> Gpu:
+        """Return the card that another container of the pod has, otherwise the first with room."""
         gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
         here = [
             share.device
@@ -483,6 +484,9 @@ class VolcanoGpushareFamily:
             raise _unplaced(question, err, "deviceshare.GPUSharingEnable") from err
 
     def _idle_gpus(self, question: Question) -> tuple[Gpu, ...]:
+        """Return the container's cards among those of the pod: the cards that its containers have
+        already, and the first idle ones.
+        """
         gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
         taken = self._by_place(question.pod, question.siblings)
         missing = [

@@ -67,6 +67,7 @@ class VolcanoGpushare(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 def _names(settings: Settings) -> Iterator[OfferedName]:
     """Yield both names, whichever is offered: the other one is written into the Node's capacity."""
     for strategy, name in ((SHARE, MEMORY_RESOURCE), (NUMBER, NUMBER_RESOURCE)):
+        # not offered, but written into the Node's capacity
         counted = strategy != settings.section(VolcanoGpushare).strategy
         yield OfferedName(name, FAMILY, "volcanoGpushare.strategy", counted=counted)
 

@@ -1,9 +1,10 @@
 """The desired state of our Node for Volcano's schedulers:
-register annotation, handshake, name of their lock (see `node_lock`).
+register annotation (the list of GPUs), handshake, name of their lock (see `node_lock`).
 
 All are expressed as desired state; `cluster` writes the difference. Schedulers of every version are
-served at once: new ones read the register annotation only, old ones also want their handshake
-answered (volcano-vgpu §2). Called by `family`.
+served at once. New ones read the register annotation only. Old ones also want their *handshake*
+answered: an annotation in which they ask whether the device plugin is alive (volcano-vgpu §2).
+Called by `family`.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ def register_text(
     )
 
 
-def desired_handshake(standing: str | None, *, now: float, pause_seconds: float) -> DesiredNode:
+def desired_handshake(present: str | None, *, now: float, pause_seconds: float) -> DesiredNode:
     """Return an answer where there is none or where a scheduler asks;
     nothing while our last answer is there (volcano-vgpu §2.3).
     """
-    if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
+    if present is not None and "Requesting" not in present and "Deleted" not in present:
         return DesiredNode()
     return DesiredNode(
         annotations={HANDSHAKE: f"Reported {_written(now)}"},

@@ -64,7 +64,7 @@ def desired_annotations(
             pod,
             asking,
             grants,
-            segment_of or (lambda _, grant, standing: standing or _segment(grant, factor)),
+            segment_of or (lambda _, grant, present: present or _segment(grant, factor)),
         )
         desired_state = _served(pod, grants, asking, names, segments)
     return {key: value for key, value in desired_state.items() if pod.annotations.get(key) != value}
@@ -118,16 +118,16 @@ def _segments(
     nothing when a scheduler's decision may stay.
     """
     text = pod.annotations.get(DECISION, "")
-    standing = text.split(SEGMENT_END) if text else [""] * len(asking)
-    if len(standing) != len(asking):
+    present = text.split(SEGMENT_END) if text else [""] * len(asking)
+    if len(present) != len(asking):
         return {}
     filled = [
         segment_of(container, grants[container.name], segment)
         if container.name in grants
         else segment
-        for container, segment in zip(asking, standing, strict=True)
+        for container, segment in zip(asking, present, strict=True)
     ]
-    return {NODE: pod.node, DECISION: SEGMENT_END.join(filled)} if filled != standing else {}
+    return {NODE: pod.node, DECISION: SEGMENT_END.join(filled)} if filled != present else {}
 
 
 def _segment(grant: Grant, factor: int) -> str:

@@ -33,7 +33,7 @@ class Names(msgspec.Struct, frozen=True):
         their memory (volcano-vgpu §8).
         """
         return any(
-            name in container.limits or name in container.unreadable
+            name in container.limits or name in container.unreadable_limits
             for name in (self.number, self.memory)
         )
 
@@ -103,8 +103,8 @@ def read_request(pod: Pod, container: PodContainer, names: Names) -> ContainerRe
     """
 
     def limit(name: str, *, most: int, unit: str) -> int:
-        if name in container.unreadable:
-            raise _refused(pod, container, name, container.unreadable[name], unit)
+        if name in container.unreadable_limits:
+            raise _refused(pod, container, name, container.unreadable_limits[name], unit)
         value = container.limits.get(name, 0)
         if not 0 <= value <= most:
             raise _refused(pod, container, name, str(value), unit)
@@ -116,7 +116,7 @@ def read_request(pod: Pod, container: PodContainer, names: Names) -> ContainerRe
         most=2**31 - 1,
         unit="a plain number of memory units of this node, such as 3000, without Mi or Gi",
     )
-    if names.percentage in container.limits or names.percentage in container.unreadable:
+    if names.percentage in container.limits or names.percentage in container.unreadable_limits:
         percent = limit(names.percentage, most=100, unit="percent of one GPU's memory, 1 to 100")
         if percent == 0:
             raise _refused(

@@ -130,8 +130,8 @@ class VolcanoScheduling:
         for container in asking:
             request = read_request(pod, container, names)
             number = container.limits.get(names.number, 0)
-            if names.number in container.unreadable or not 0 < number <= MAX_CARDS:
-                value = container.unreadable.get(names.number, str(number))
+            if names.number in container.unreadable_limits or not 0 < number <= MAX_CARDS:
+                value = container.unreadable_limits.get(names.number, str(number))
                 raise RequestRefusedError(
                     f"pod {pod.full_name}, container {container.name}: {names.number} is "
                     f"{quoted(value, 40)}; expected a number of GPUs, 1 to {MAX_CARDS}: without "
@@ -163,7 +163,7 @@ class VolcanoScheduling:
             exclude_types=() if included else _entries(pod, NO_TYPE),
             include_uuids=_entries(pod, USE_UUID),
             exclude_uuids=_entries(pod, NO_UUID),
-            types_cut_numbers=self._options.types_cut_numbers,
+            types_match_substrings=self._options.types_match_substrings,
         )
         return PodDemand(demand, tuple(each.name for each in asking))
 

@@ -234,6 +234,7 @@ def static_mig_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str
 def _names(settings: Settings) -> Iterator[OfferedName]:
     vgpu = settings.section(VolcanoVgpu)
     strategy, _ = static_mig_strategy(settings, vgpu)
+    # `change_order`: of two equal names, the operator is asked to change the one with the lower
     if strategy != "none":
         text = f"{vgpu.mig_resource_prefix}/{'gpu' if strategy == 'single' else 'mig-'}"
         yield OfferedName(
@@ -313,7 +314,8 @@ SETTINGS = FamilySettings(
     },
     # As volcano-vgpu-device-plugin names it.
     options=(Option("volcanoVgpu.configMapNamespace", "", "DEVICE_CONFIG_NAMESPACE"),),
-    # Both plugins read the same variables, with different defaults.
+    # Both plugins read the same variables, with different defaults: what sets the second key from
+    # outside the file sets the first one, too.
     follows={f"volcanoVgpu.{mode}Enabled": f"plugin.{mode}Enabled" for mode in DEVICE_MODES},
     ignored=(
         ForeignVariable(

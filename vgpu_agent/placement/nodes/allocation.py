@@ -42,7 +42,7 @@ _KINDS = tuple(ContainerKind)  # iterating an enum is slow
 _RANK = OTHERS - 1  # of all cards: the families that cards serve are not known here
 
 
-class CardClaim(msgspec.Struct, frozen=True):
+class CardShare(msgspec.Struct, frozen=True):
     """One card of a container: its number on the Node, percent of compute, MiB of memory."""
 
     card: int
@@ -54,13 +54,13 @@ class Placement(msgspec.Struct, frozen=True):
     """The cards of a pod on a Node.
 
     Attributes:
-        claims: of each container of the demand, in its order; by number of the cards.
+        shares: of each container of the demand, in its order; by number of the cards.
         footprint: card → the amounts that the pod takes of it (`footprint`).
         fallback: what the cards have instead where the pod's topology mode could not be followed;
             empty where it was followed, or there is none.
     """
 
-    claims: tuple[tuple[CardClaim, ...], ...]
+    shares: tuple[tuple[CardShare, ...], ...]
     footprint: Mapping[int, Amounts]
     fallback: str = ""
 
@@ -83,7 +83,7 @@ def add(one: Amounts, other: Amounts) -> Amounts:
 
 
 def footprint(
-    kinds: Sequence[ContainerKind], claims: Sequence[Sequence[CardClaim]]
+    kinds: Sequence[ContainerKind], shares: Sequence[Sequence[CardShare]]
 ) -> dict[int, Amounts]:
     """Return the amounts that a pod takes of each card at most: those of its sidecars, plus the
     larger of the sum of its main containers and the largest of its init containers. Slots, memory
@@ -91,15 +91,15 @@ def footprint(
 
     Args:
         kinds: of the containers.
-        claims: of the containers, in the same order.
+        shares: of the containers, in the same order.
     """
     of_kind: dict[ContainerKind, dict[int, Amounts]] = {kind: {} for kind in _KINDS}
-    for kind, cards in zip(kinds, claims, strict=True):
+    for kind, cards in zip(kinds, shares, strict=True):
         found = of_kind[kind]
-        for claim in cards:
-            amounts = (1, claim.memory_mib, claim.cores_percent)
-            before = found.get(claim.card, NOTHING)
-            found[claim.card] = (
+        for share in cards:
+            amounts = (1, share.memory_mib, share.cores_percent)
+            before = found.get(share.card, NOTHING)
+            found[share.card] = (
                 _larger(before, amounts) if kind is ContainerKind.INIT else add(before, amounts)
             )
     sidecars, mains, inits = (
@@ -131,7 +131,7 @@ def allocate(
     if refusal := _refused_by_node(demand, hardware, taken, unwanted or {}):
         return refusal
     left: Sequence[Amounts] = taken
-    claims: dict[int, tuple[CardClaim, ...]] = {}
+    shares: dict[int, tuple[CardShare, ...]] = {}
     numbers = {
         kind: [number for number, each in enumerate(demand.containers) if each.kind is kind]
         for kind in _KINDS
@@ -139,7 +139,7 @@ def allocate(
 
     fallback = ""
 
-    def cards(number: int, among: Collection[int] | None = None) -> Sequence[CardClaim] | Refusal:
+    def cards(number: int, among: Collection[int] | None = None) -> Sequence[CardShare] | Refusal:
         nonlocal fallback
         found = _cards(
             demand, demand.containers[number], hardware, left, unwanted or {}, among=among
@@ -147,28 +147,28 @@ def allocate(
         if isinstance(found, Refusal):
             return found
         fallback = fallback or found.fallback
-        return found.claims
+        return found.shares
 
     for number in (*numbers[ContainerKind.SIDECAR], *numbers[ContainerKind.MAIN]):
         found = cards(number)
         if isinstance(found, Refusal):
             return found
-        claims[number] = tuple(found)
+        shares[number] = tuple(found)
         left = _with(left, found)
-    used = {claim.card for each in claims.values() for claim in each}
+    used = {share.card for each in shares.values() for share in each}
     # An init container runs alone beside the sidecars. It gets cards that the pod has anyway, if
     # they have room.
     left = taken
     for number in numbers[ContainerKind.SIDECAR]:
-        left = _with(left, claims[number])
+        left = _with(left, shares[number])
     for number in numbers[ContainerKind.INIT]:
         found = cards(number, used)
         if isinstance(found, Refusal):
             found = cards(number)
         if isinstance(found, Refusal):
             return found
-        claims[number] = tuple(found)
-    ordered = tuple(claims[number] for number in range(len(demand.containers)))
+        shares[number] = tuple(found)
+    ordered = tuple(shares[number] for number in range(len(demand.containers)))
     kinds = [each.kind for each in demand.containers]
     return Placement(ordered, footprint(kinds, ordered), fallback)
 
@@ -277,7 +277,7 @@ def _refused_by_node(
 class _ContainerCards(NamedTuple):
     """The cards of one container; ``fallback`` as in `Placement`."""
 
-    claims: tuple[CardClaim, ...]
+    shares: tuple[CardShare, ...]
     fallback: str
 
 
@@ -326,15 +326,15 @@ def _cards(
             if demand.topology_mode == NUMA_STRICT
             else Reason.LinkTopologyUnsatisfied
         )
-    claims = tuple(
-        CardClaim(
+    shares = tuple(
+        CardShare(
             number,
             container.cores_percent,
             container.memory_mib(hardware.cards[number].memory_mib, hardware.memory_factor),
         )
         for number in sorted(card.number for card in chosen.cards)
     )
-    return _ContainerCards(claims, chosen.fallback)
+    return _ContainerCards(shares, chosen.fallback)
 
 
 _NO_LINKS = Links({}, ())
@@ -345,11 +345,11 @@ def _links(hardware: Hardware) -> Links:
     return Links(types, [str(number) for number in range(len(hardware.cards))])
 
 
-def _with(taken: Sequence[Amounts], claims: Sequence[CardClaim]) -> list[Amounts]:
-    """Return ``taken`` with the claims of one container."""
+def _with(taken: Sequence[Amounts], shares: Sequence[CardShare]) -> list[Amounts]:
+    """Return ``taken`` with the shares of one container."""
     found = list(taken)
-    for claim in claims:
-        found[claim.card] = add(found[claim.card], (1, claim.memory_mib, claim.cores_percent))
+    for share in shares:
+        found[share.card] = add(found[share.card], (1, share.memory_mib, share.cores_percent))
     return found
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from vgpu_agent.placement.nodes.allocation import (
     NOTHING,
-    CardClaim,
+    CardShare,
     Placement,
     Refusal,
     add,
@@ -565,10 +565,10 @@ def holding_of(name: str, uuids: Sequence[str], demand: Demand, placed: Placemen
         tuple(each.kind for each in demand.containers),
         tuple(
             tuple(
-                HeldCard(uuids[claim.card], claim.cores_percent, claim.memory_mib)
-                for claim in claims
+                HeldCard(uuids[share.card], share.cores_percent, share.memory_mib)
+                for share in shares
             )
-            for claims in placed.claims
+            for shares in placed.shares
         ),
     )
 
@@ -591,7 +591,7 @@ def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[i
     included = [entry for entry in demand.include_uuids if entry in together]
     excluded = [entry for entry in demand.exclude_uuids if entry in together]
     for number, (card, uuid) in enumerate(zip(hardware.cards, uuids, strict=True)):
-        if not _is_model_wanted(card.model, *types, cut_numbers=demand.types_cut_numbers):
+        if not _is_model_wanted(card.model, *types, substrings=demand.types_match_substrings):
             found[number] = Reason.DeviceTypeMismatch
         elif (
             (demand.include_uuids and not included)
@@ -604,9 +604,9 @@ def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[i
 
 @functools.lru_cache(maxsize=1024)  # a pod may name many, and a cluster has few models
 def _is_model_wanted(
-    model: str, included: tuple[str, ...], excluded: tuple[str, ...], *, cut_numbers: bool
+    model: str, included: tuple[str, ...], excluded: tuple[str, ...], *, substrings: bool
 ) -> bool:
-    rule = model_rule(cut_numbers=cut_numbers)
+    rule = model_rule(substrings=substrings)
     return is_included(model, included, rule) and not is_excluded(model, excluded, rule)
 
 
@@ -615,15 +615,15 @@ def _footprint(uuids: Sequence[str], holding: Holding) -> Mapping[int, Amounts]:
     has.
     """
     numbers = {uuid: number for number, uuid in enumerate(uuids)}
-    claims = [
+    shares = [
         [
-            CardClaim(numbers[each.uuid], each.cores_percent, each.memory_mib)
+            CardShare(numbers[each.uuid], each.cores_percent, each.memory_mib)
             for each in of_container
             if each.uuid in numbers
         ]
         for of_container in holding.cards
     ]
-    return footprint(holding.kinds, claims)
+    return footprint(holding.kinds, shares)
 
 
 def _sum(uuids: Sequence[str], footprints: Iterable[Mapping[int, Amounts]]) -> tuple[Amounts, ...]:

@@ -55,7 +55,7 @@ class Demand(msgspec.Struct, frozen=True):
         memory_policy: `VIRTUAL`, `PHYSICAL`, or empty for both.
         include_types: a card's product name must contain one of these words, if there are any.
         exclude_types: it must contain none of these.
-        types_cut_numbers: ``A10`` among these words also matches ``A100``, as in vgpu-manager.
+        types_match_substrings: ``A10`` among these words also matches ``A100``, as in vgpu-manager.
         include_uuids: a card's UUID must contain one of these texts, if there are any.
         exclude_uuids: it must contain none of these.
         aligned: the pod is to be placed near its peers (`alignment`).
@@ -70,7 +70,7 @@ class Demand(msgspec.Struct, frozen=True):
     exclude_types: tuple[str, ...] = ()
     include_uuids: tuple[str, ...] = ()
     exclude_uuids: tuple[str, ...] = ()
-    types_cut_numbers: bool = False
+    types_match_substrings: bool = False
     aligned: bool = False
 
     @property

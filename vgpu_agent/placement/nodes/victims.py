@@ -53,7 +53,7 @@ class Victim(msgspec.Struct, frozen=True):
         facts: the facts about it; None where the watch has not shown it.
         footprint: card → the amounts that it takes of it; empty where it holds nothing.
         protected: why it must not be preempted; empty where it may be.
-        near: it is on cards near the peers of the preemptor.
+        near: it is on cards near the peers of the preemptor (`alignment`).
     """
 
     uid: str

@@ -72,7 +72,7 @@ def test_words_are_read_as_schedulers_read_them() -> None:
         (container(cores=101), {}, "vgpu-cores is '101'; expected percent"),
         (container(memory=2**50), {}, "vgpu-memory is"),
         (
-            PodContainer("main", unreadable={KEYS.number: "one"}),
+            PodContainer("main", unreadable_limits={KEYS.number: "one"}),
             {},
             "vgpu-number is 'one'; expected a number of GPUs",
         ),

@@ -105,10 +105,10 @@ class VgpuManagerAdmission:
     def _completed(self, container: PodContainer) -> dict[str, int]:
         """Return the amounts that are added to the container's limits (vgpu-manager §6)."""
         keys, limits = self._keys, container.limits
-        if not self._options.completes_limits or keys.number in container.unreadable:
+        if not self._options.completes_limits or keys.number in container.unreadable_limits:
             return {}
         others = (keys.cores, keys.memory)
-        open_ = not any(limits.get(key) or key in container.unreadable for key in others)
+        open_ = not any(limits.get(key) or key in container.unreadable_limits for key in others)
         if limits.get(keys.number):
             return {keys.cores: _WHOLE} if open_ else {}
         return {} if open_ else {keys.number: 1}

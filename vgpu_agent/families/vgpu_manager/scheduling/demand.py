@@ -71,8 +71,8 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
         entries(keys.exclude_type),
         entries(keys.include_uuid),
         entries(keys.exclude_uuid),
-        options.types_cut_numbers,
-        aligned=(
+        options.types_match_substrings,
+        aligned=(  # the pod is to be near its peers
             mode in {LINK, LINK_STRICT}
             and pod.annotations.get(keys.cross_pod, "").strip().lower() == "true"
         ),
@@ -101,7 +101,7 @@ def _container_demand(
         if not cores
         else None
     )
-    part = 100
+    memory_percent = 100
     if incomplete is not None:
         rule, there, missing = incomplete
         if rule is Incomplete.REFUSED:
@@ -110,5 +110,5 @@ def _container_demand(
                 f"for {missing}; this cluster wants both, so add {missing}"
             )
         if rule is Incomplete.PROPORTIONAL and memory is None:
-            part = cores
-    return ContainerDemand(container.kind, request.number, cores, memory, part)
+            memory_percent = cores
+    return ContainerDemand(container.kind, request.number, cores, memory, memory_percent)

@@ -160,8 +160,8 @@ def _links(text: str, count: int) -> tuple[tuple[int, int, tuple[int, ...]], ...
 
 
 def _rails(text: str, uuids: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the rail of each card. A text that cannot be read counts as none: an operator has
-    written it, and it only decides which of several cards are better.
+    """Return the rail (network) of each card. A text that cannot be read counts as none: an
+    operator has written it, and it only decides which of several cards are better.
     """
     try:
         found = msgspec.json.decode(text or "{}", type=dict[str, _Rail])

@@ -163,8 +163,8 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             self._options.names,
             failed=failed,
             factor=self._factor or 1,
-            segment_of=lambda container, grant, standing: self._segment(
-                pod, container, grant, standing
+            segment_of=lambda container, grant, present: self._segment(
+                pod, container, grant, present
             ),
         )
         return DesiredPod(annotations)
@@ -189,17 +189,17 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             msgspec.structs.replace(view, rooms={**view.rooms, name: rooms})
         )
 
-    def _segment(self, pod: Pod, container: PodContainer, grant: Grant, standing: str) -> str:
+    def _segment(self, pod: Pod, container: PodContainer, grant: Grant, present: str) -> str:
         """Return the present segment with the place of each held instance; the segment as it is if
         one of these places is not known.
         """
         try:
-            (before,) = parse_pod_devices(standing)
+            (before,) = parse_pod_devices(present)
             request = read_request(pod, container, self._options.names)
         except (DevicesTextError, RequestRefusedError, ValueError):
-            return standing
+            return present
         if before and len(before) != len(grant.shares):
-            return standing
+            return present
         units = offer_of(self._inventory, self._options).units
         held = []
         for place, share in enumerate(grant.shares):
@@ -207,7 +207,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             _, group_name, _ = named or ("", "", 0)
             slot = self._slot_of(share.device, group_name)
             if slot is None or slot.gpu not in units:
-                return standing
+                return present
             own = (
                 before[place]
                 if before
