@@ -231,8 +231,8 @@ async def test_an_early_answer_from_before_cannot_be_turned_into_a_way_out(node:
         provision.directories,
         provision.files,
         provision.collected,
-        provision.before,
-        remade=True,
+        provision.earlier_directory,
+        replaces_earlier=True,
     )
     for _ in range(3):  # it restarts, and the attacker opens whatever it gets to see
         await node.grants.prepare(node.record(), kept)

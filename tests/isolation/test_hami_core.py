@@ -217,7 +217,7 @@ def test_the_region_is_a_file_for_everybody_in_the_grants_own_directory() -> Non
         HostDirectory(directory),
     )
     assert {each.mode for each in provision.directories} == {0o755}
-    assert provision.before == f"{H}/vgpu/containers/uid-p1_main"
+    assert provision.earlier_directory == f"{H}/vgpu/containers/uid-p1_main"
     assert provision.files[0].allocated
     assert [
         (file.size, file.mode, file.path.startswith(f"{directory}/")) for file in provision.files

@@ -102,10 +102,11 @@ class Provision(msgspec.Struct, frozen=True):
     Attributes:
         collected: the grant's own directory on the host; removed with all its content once the pod
             is gone and nothing in it is mounted.
-        before: the directory that an earlier version of the agent gave to this container, and that
-            the specs and answers of that version still mount.
-        remade: whether the kubelet keeps such an answer. Then `before` is replaced at each start,
-            with the files of `collected` in it, because a container has written to the old one.
+        earlier_directory: the directory that an earlier version of the agent gave to this
+            container, and that the specs and answers of that version still mount.
+        replaces_earlier: whether the kubelet keeps such an answer. Then `earlier_directory` is
+            replaced at each start, with the files of `collected` in it, because a container has
+            written to the old one.
         removed: files that the container must not find when it starts, such as those of its
             previous run; as paths within `collected`. ``files`` are made after that.
     """
@@ -114,8 +115,8 @@ class Provision(msgspec.Struct, frozen=True):
     directories: tuple[HostDirectory, ...] = ()
     files: tuple[HostFile, ...] = ()
     collected: str = ""
-    before: str = ""
-    remade: bool = False
+    earlier_directory: str = ""
+    replaces_earlier: bool = False
     removed: tuple[str, ...] = ()
 
     def joined(self, other: Provision) -> Provision:
@@ -125,7 +126,7 @@ class Provision(msgspec.Struct, frozen=True):
             self.directories + other.directories,
             self.files + other.files,
             self.collected or other.collected,
-            self.before or other.before,
-            self.remade or other.remade,
+            self.earlier_directory or other.earlier_directory,
+            self.replaces_earlier or other.replaces_earlier,
             self.removed + other.removed,
         )

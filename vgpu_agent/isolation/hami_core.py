@@ -162,7 +162,7 @@ class HamiCore(msgspec.Struct):
             files=(HostFile(region_path, SIZE, parts, 0o666, limit_parts(limits), allocated=True),),
             collected=directory,  # removed once the pod is gone
             # mounted by specs and answers of earlier agents
-            before=f"{directory_before(self.host_directory)}/{name}",
+            earlier_directory=f"{directory_before(self.host_directory)}/{name}",
         )
 
     def _environment(self, target: Target, limits: list[DeviceLimit], cache: str) -> dict[str, str]:

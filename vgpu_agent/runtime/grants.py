@@ -554,11 +554,11 @@ class GrantDirectory:
         """Return the provision for a slot if the container's directory gets one,
         and unchanged if the directory is on the disk.
         """
-        # If the container still mounts the directory of an earlier version of the agent (`remade`),
-        # that has hard links to the files, so these must be on the same file system.
+        # If the container still mounts the directory of an earlier version of the agent, that has
+        # hard links to the files, so these must be on the same file system.
         if (
             provision.collected
-            and not provision.remade
+            and not provision.replaces_earlier
             and any(slots.take(provision.collected) for slots in self._slots)
         ):
             return _in_slot(provision)

@@ -92,7 +92,7 @@ def make(provision: Provision, mounts: MountTables) -> None:
         make_directory(directory.path, directory.mode)
     for file in provision.files:
         make_file(file, mounts)
-    if provision.remade:
+    if provision.replaces_earlier:
         _remake(provision)
     require_only_root(mount.host_path for mount in provision.edits.mounts)
 
@@ -308,14 +308,13 @@ def _make_parents(path: str) -> None:
 
 
 def _remake(provision: Provision) -> None:
-    """Make `Provision.before` again, the directory that an earlier version of the agent has given
-    to the container, with the files of the grant under the names that they have in its own
-    directory.
+    """Make `Provision.earlier_directory` again, which an earlier version of the agent has given to
+    the container, with the files of the grant under the names that they have in its own directory.
     """
-    move_aside(provision.before)
-    make_directory(provision.before)
+    move_aside(provision.earlier_directory)
+    make_directory(provision.earlier_directory)
     for file in provision.files:
-        path = os.path.join(provision.before, os.path.basename(file.path))
+        path = os.path.join(provision.earlier_directory, os.path.basename(file.path))
         try:
             os.link(file.path, path, follow_symlinks=False)
         except OSError as err:

@@ -132,7 +132,7 @@ def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
     now = Provision(
         Edits({"GPU": U0, "NEW": "1"}, (Mount("/region", "/new/a/cache"),)),
         collected="/new/a",
-        before="/old/a",
+        earlier_directory="/old/a",
     )
     then = Edits({"GPU": U0}, (Mount("/tmp/vgpu", "/old/a"), Mount("/region", "/old/a/cache")))
     assert Answers().judge("t", evidence(A, then, expected={"main": now}), alive) is Verdict.RIGHT

@@ -220,7 +220,7 @@ def _has_answered(provision: Provision, answers: Collection[Edits]) -> bool:
     return any(
         answer == provision.edits
         or leads_into(provision.collected, answer)
-        or leads_into(provision.before, answer)
+        or leads_into(provision.earlier_directory, answer)
         for answer in answers
     )
 
@@ -234,7 +234,7 @@ def _is_of(answer: Edits, provision: Provision) -> bool:
     """
     wanted = provision.edits
     if answer == wanted or not (
-        leads_into(provision.collected, answer) or leads_into(provision.before, answer)
+        leads_into(provision.collected, answer) or leads_into(provision.earlier_directory, answer)
     ):
         return answer == wanted
     environment_known = answer.environment.items() <= wanted.environment.items()

@@ -372,12 +372,13 @@ class EarlyBinding:
             # exchanged, now or before: the files that the kept answer names must be there
             provisions = [given.provision]
         self._make_room_for_init(start, names)
-        # An answer of an earlier version of the agent mounts another directory, `before`; then that
-        # one too is made anew (`remade`).
+        # An answer of an earlier version of the agent mounts `earlier_directory`; then that one too
+        # is made anew.
         kept = answers.values()
         return [
             msgspec.structs.replace(
-                each, remade=any(leads_into(each.before, answer) for answer in kept)
+                each,
+                replaces_earlier=any(leads_into(each.earlier_directory, answer) for answer in kept),
             )
             for each in provisions
         ], exchanged
