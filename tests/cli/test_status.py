@@ -237,8 +237,7 @@ async def test_one_pod_is_explained_in_sentences(
     """The shortest way from a pod's name to its GPU."""
     assert await run("--debug-listen", agent.debug_address, "--pod", "ml/train-0") == 0
     assert (
-        "  Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu; the grant is "
-        "granted.\n"
+        "  Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu.\n"
     ) in capsys.readouterr().out
 
 

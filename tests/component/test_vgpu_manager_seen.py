@@ -44,8 +44,8 @@ async def test_a_pod_is_explained_whether_it_runs_or_is_refused_or_was_never_her
     await stage.serve("runs", asks(1, 1024, 10), f"main[1_{U1}_10_1024]")
     runs = (await stage.agent.get("/debug/explain?pod=default/runs"))["answer"]
     assert runs[0].startswith(
-        f"Container main has 1024 MiB and 10 % of the cores of GPU 1 ({U1}) through {NUMBER}; the "
-        "grant is identified. Its limit is configured, and not seen in force: "
+        f"Container main has 1024 MiB and 10 % of the cores of GPU 1 ({U1}) through {NUMBER}. "
+        "Its limit is configured, and not seen in force: "
     ), runs
     stage.create("large", asks(1, 900_000, 10), f"main[1_{U1}_10_900000]")
     await stage.agent.until("/debug/allocations", lambda found: bool(found["refusals"]))

@@ -51,9 +51,7 @@ async def test_a_pod_is_explained_whether_it_runs_or_is_refused_or_was_never_her
     stage.cluster.create_pod("large", asks(1, 300), scheduler="default-scheduler")
     await stage.agent.until("/debug/allocations", lambda found: bool(found["refusals"]))
     runs = (await stage.agent.get("/debug/explain?pod=default/half-0"))["answer"]
-    assert runs[0].startswith(
-        f"Container main has 12800 MiB of GPU 0 ({U0}) through {NUMBER}; the grant is identified."
-    )
+    assert runs[0].startswith(f"Container main has 12800 MiB of GPU 0 ({U0}) through {NUMBER}.")
     refused = await stage.agent.get("/debug/explain?pod=default/large")
     assert refused["answer"][0].startswith(
         "Container main may not start: 1 × volcano.sh/vgpu-number"

@@ -47,7 +47,7 @@ def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus
     has, known, is_ = told.answer
     assert has == (
         "Container main has 4096 MiB and 30 % of the cores of GPU 0 (GPU-0) through "
-        "volcano.sh/vgpu-number; the grant is identified. Its limit is in force: a process in the "
+        "volcano.sh/vgpu-number. Its limit is in force: a process in the "
         "container has the library open, and its region holds these limits."
     )
     assert known == (
@@ -453,10 +453,7 @@ def test_without_the_api_server_kubelets_records_answer(node: AgentStatus) -> No
     node.cluster = ClusterStatus(disconnected_reason="no family that needs the API server is on")
     told = explain.explain(node, NOW, "ml/train-0")
     assert told.answer == (
-        (
-            "Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu; the grant is "
-            "granted."
-        ),
+        "Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu.",
         "The pod itself is known from the kubelet's records only.",
     )
     assert (

@@ -247,8 +247,8 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
             else ""
         )
         yield (
-            f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; "
-            f"the grant is {grant.state}.{limit}"
+            f"Container {grant.container} has {_shares(grant.shares)} through "
+            f"{grant.resource}.{limit}"
         )
     elif container.started:
         yield (
@@ -344,7 +344,7 @@ def _not_asked(
     elif container.started:
         yield (
             f"Container {container.name} has run, and holds nothing of {resource} any more as far "
-            "as the ledger knows."
+            "as is known here."
         )
     elif pod.phase == _FAILED:
         yield (
@@ -438,10 +438,7 @@ def _unknown(
     for refusal in refusals:
         yield _refused(refusal)
     for grant in grants:
-        yield (
-            f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; "
-            f"the grant is {grant.state}."
-        )
+        yield (f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}.")
         yield from _unhealthy(status, now, grant)
         if grant.evidence:
             yield f"That is known because: {'; '.join(grant.evidence)}."
