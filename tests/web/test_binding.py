@@ -13,6 +13,7 @@ from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.model import Share
 from vgpu_agent.status import FamilyStatus, WatchStatus, WriterStatus
 from vgpu_agent.web import page, problems, views
+from vgpu_agent.web.dashboard import node
 
 if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus
@@ -176,7 +177,9 @@ def test_a_family_that_is_not_offered_is_loud(volcano_node: AgentStatus) -> None
         "  volcano-vgpu  NOT OFFERED  not known yet  the Node has not been read yet\n"
         in page.as_text(overview)
     )
-    assert '<td class="bad">NOT OFFERED</td>' in page.as_html(overview)
+    rows = node.parts(volcano_node, NOW).whole("resources")
+    assert "volcano-vgpu</b>" in rows
+    assert 'pill bad">not offered</span> the Node has not been read yet' in rows
 
 
 def test_a_family_for_which_the_node_has_no_device_is_no_alarm(volcano_node: AgentStatus) -> None:
@@ -188,7 +191,7 @@ def test_a_family_for_which_the_node_has_no_device_is_no_alarm(volcano_node: Age
     assert "  slices  nothing here  in Allocate  none of its GPUs is divided\n" in page.as_text(
         overview
     )
-    assert "NOT OFFERED" not in page.as_html(overview)
+    assert "not offered" not in node.parts(volcano_node, NOW).whole("resources")
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from tests.web.conftest import MEMORY
-from vgpu_agent.model import Owner
 from vgpu_agent.status import (
     AgentStatus,
     CdiSpecStatus,
@@ -101,13 +100,6 @@ def test_many_holders_do_not_tear_the_table_apart(overview: Overview) -> None:
     assert "  ml/train-0/main, ml/train-1/main and 8 more\n" in text
 
 
-def test_a_browser_shows_problems_first_and_in_colour(overview: Overview) -> None:
-    """The loss of a GPU must be visible without scrolling."""
-    rendered = page.as_html(overview)
-    assert rendered.index("<h2>Problems</h2>") < rendered.index("<h2>GPUs</h2>")
-    assert rendered.count('<td class="bad">Unhealthy</td>') == 1
-
-
 def test_an_empty_node_says_so_instead_of_showing_empty_tables() -> None:
     """A fresh agent on a node without GPUs."""
     text = page.as_text(views.overview(AgentStatus(node="node-b", version="0.1.0"), NOW))
@@ -135,33 +127,9 @@ def test_a_node_that_is_not_ready_says_so_first(node: AgentStatus) -> None:
 
 
 def test_real_gpus_are_not_called_simulated(node: AgentStatus) -> None:
-    """The banner appears for simulated nodes only, on both pages."""
+    """The banner appears for simulated nodes only."""
     node.simulated = False
-    overview = views.overview(node, NOW)
-    assert "SIMULATED" not in page.as_text(overview)
-    assert "SIMULATED" not in page.as_html(overview)
-
-
-def test_a_simulated_library_is_enough_to_be_called_simulated(node: AgentStatus) -> None:
-    """No silent simulation, even where the settings do not know it."""
-    node.simulated = False
-    node.inventory = msgspec.structs.replace(node.inventory, simulated=True)
-    assert "SIMULATED" in page.as_html(views.overview(node, NOW))
-
-
-def test_foreign_text_cannot_become_markup(node: AgentStatus) -> None:
-    """Names and reasons come from elsewhere. On the page they are text."""
-    attack = '<script>alert("x")</script>'
-    grant = msgspec.structs.replace(
-        node.ledger.grants[0], owner=Owner(attack, "uid", attack, attack)
-    )
-    node.ledger.grants = (grant,)
-    node.node = attack
-    node.not_ready = (Problem(ProblemKind.RESOURCE, attack, attack),)
-    node.plugins = (msgspec.structs.replace(node.plugins[0], resource=attack),)
-    rendered = page.as_html(views.overview(node, NOW))
-    assert "<script" not in rendered
-    assert rendered.count("&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;") >= 6
+    assert "SIMULATED" not in page.as_text(views.overview(node, NOW))
 
 
 def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:

@@ -20,7 +20,17 @@ from vgpu_agent.web.server import WebServer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-PUBLIC = ["/", "/healthz", "/livez", "/metrics", "/readyz"]
+PUBLIC = [
+    "/",
+    "/dashboard.css",
+    "/dashboard.js",
+    "/healthz",
+    "/livez",
+    "/metrics",
+    "/readyz",
+    "/stream",
+]
+ENDING = [path for path in PUBLIC if path != "/stream"]  # a stream has no end
 DEBUG = [
     "/debug/",
     "/debug/allocations",
@@ -53,7 +63,7 @@ async def raw(address: str, request: bytes) -> bytes:
     return answer
 
 
-@pytest.mark.parametrize("path", [*PUBLIC, *DEBUG, "/debug"])
+@pytest.mark.parametrize("path", [*ENDING, *DEBUG, "/debug"])
 async def test_every_path_answers(ask: Callable[..., Awaitable[Any]], path: str) -> None:
     """A healthy node: 200 everywhere, without telling what software serves it."""
     answer = await ask(path)
@@ -303,7 +313,7 @@ async def test_a_browser_gets_a_page_and_curl_gets_text(ask: Callable[..., Await
     """The overview on ``/`` suits its reader."""
     page, text = await ask("/", headers={"Accept": "text/html,*/*"}), await ask("/")
     assert page.headers["Content-Type"].startswith("text/html")
-    assert "script" not in page.text
+    assert page.text.startswith("<!doctype html>")
     assert text.headers["Content-Type"].startswith("text/plain")
     assert text.text.startswith("node node-a")
 

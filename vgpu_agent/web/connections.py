@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import resource
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from vgpu_agent import log
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from aiohttp import web
 
@@ -43,6 +44,8 @@ HANDSHAKE_SECONDS = 5.0
 # connection, and a burst of quick ones waits. With 256 connections, a queue full of slow ones is
 # cleared in three seconds.
 UNDISTURBED_SECONDS = 0.2
+# Browsers that follow the page. More people rarely look at one node, and each costs a connection.
+MAX_VIEWERS = 16
 # One listener may use the process's number of file descriptors, divided by this.
 _DESCRIPTORS_DIVISOR = 8
 
@@ -227,6 +230,47 @@ class Connections:
         self._resuming = None
         if self._accepting:
             self._loop.add_reader(self._listener, self._accept)
+
+
+class Viewers:
+    """The browsers that follow the page, at most `MAX_VIEWERS`. A new one is always accepted. Where
+    there are too many, the client address with the most of them loses its oldest one.
+
+    State: each viewer's end and client address, the oldest first; whether the server stops.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.Event, str] = {}
+        self.stopping = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextlib.contextmanager
+    def one(self, host: str) -> Iterator[asyncio.Event]:
+        """Count a viewer from the address ``host`` while the context is open. The event is set when
+        its stream has to end.
+        """
+        if len(self._open) >= MAX_VIEWERS:
+            busiest, held = _busiest(self._open.values())
+            oldest = next(end for end, address in self._open.items() if address == busiest)
+            _logger.info(
+                "web.viewer_evicted", client=busiest, viewers_of_client=held, most=MAX_VIEWERS
+            )
+            del self._open[oldest]
+            oldest.set()
+        end = asyncio.Event()
+        self._open[end] = host
+        try:
+            yield end
+        finally:
+            self._open.pop(end, None)
+
+    def end_all(self) -> None:
+        """End all streams, because the server stops."""
+        self.stopping = True
+        while self._open:
+            self._open.popitem()[0].set()
 
 
 def _busiest(hosts: Iterable[str]) -> tuple[str, int]:

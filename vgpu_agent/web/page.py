@@ -1,12 +1,12 @@
-"""The overview of a node, as tables for a terminal and as a page for a browser.
+"""The overview of a node, as tables for a terminal.
 
-``vgpu-agent status`` and ``curl :9394/`` print the tables. Pure functions on `views.Overview`.
-Imports no HTTP library, because the command line uses this module as well.
+``vgpu-agent status`` and ``curl :9394/`` print them. Pure functions on `views.Overview`. The page
+for a browser is in `dashboard`. Imports no HTTP library, because the command line uses this module
+as well.
 """
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,13 +24,6 @@ SIMULATED = "SIMULATED GPUs: nothing here is real hardware"
 
 # title, columns, rows, and the text that stands in for an empty table
 _Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
-
-_STYLE = (
-    "body{font:14px/1.4 system-ui,sans-serif;margin:2em;color:#222;background:#fff}"
-    "table{border-collapse:collapse;margin:0 0 1.5em}th,td{text-align:left;padding:.25em .9em "
-    ".25em 0;border-bottom:1px solid #ddd;vertical-align:top}h2{font-size:1.05em;margin:1.2em 0 "
-    ".3em}.loud{background:#fd0;padding:.4em .8em;font-weight:bold}.bad{color:#b00}"
-)
 
 
 def as_text(overview: Overview) -> str:
@@ -66,46 +59,6 @@ def _facts(facts: Mapping[str, object]) -> str:
     return _one_line(
         ", ".join(f"{name}: {value}" for name, value in facts.items() if name != "pod")
     )
-
-
-def as_html(overview: Overview) -> str:
-    """Return the overview as a page without scripts that reloads itself every five seconds."""
-    node = html.escape(overview.node)
-    parts = [
-        (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" '
-            'content="5">'
-        ),
-        f"<title>{node}: vgpu-agent</title><style>{_STYLE}</style></head><body><h1>{node}</h1>",
-    ]
-    if overview.simulated:
-        parts.append(f'<p class="loud">{SIMULATED}</p>')
-    parts.append(f"<p{'' if overview.ready else _BAD}>{html.escape(_headline(overview))}</p>")
-    *tables, problems = _tables(overview)
-    # A terminal shows the end of the text, and a browser its beginning. So problems come last in a
-    # terminal and first here.
-    for title, columns, rows, text_if_empty in (problems, *tables):
-        parts.append(f"<h2>{html.escape(title)}</h2>")
-        parts.append(_html_table(columns, rows) if rows else f"<p>{html.escape(text_if_empty)}</p>")
-    parts.append(
-        '<p><a href="metrics">/metrics</a> <a href="readyz?verbose">/readyz</a> <a '
-        'href="livez?verbose">/livez</a></p></body></html>\n'
-    )
-    return "".join(parts)
-
-
-_BAD = ' class="bad"'
-_BAD_HEALTH = ("Unhealthy", "Gone", "NOT OFFERED")
-
-
-def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(_html_cell(cell) for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def _html_cell(text: str) -> str:
-    return f"<td{_BAD if text in _BAD_HEALTH else ''}>{html.escape(text)}</td>"
 
 
 def _headline(overview: Overview) -> str:

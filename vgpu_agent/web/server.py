@@ -16,15 +16,19 @@ import math
 import socket
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError
 
 from vgpu_agent import log
+from vgpu_agent.errors import AgentError
 from vgpu_agent.web import debug, page, probes, views
 from vgpu_agent.web.address import Address, bind, parse
-from vgpu_agent.web.connections import Connections, bounded
+from vgpu_agent.web.connections import Connections, Viewers, bounded
+from vgpu_agent.web.dashboard import node as dashboard_content
+from vgpu_agent.web.dashboard import stream
 from vgpu_agent.web.exporter import (
     SCRAPED,
     Exporter,
@@ -49,7 +53,16 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _logger = log.get(__name__)
+# the page's own files, by path: content type and content
+_FILES = {
+    f"/dashboard.{ending}": (
+        kind,
+        Path(dashboard_content.__file__).with_name(f"dashboard.{ending}").read_bytes(),
+    )
+    for ending, kind in (("css", "text/css"), ("js", "text/javascript"))
+}
 _PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
+_TIME_LIMIT = web.RequestKey("time_limit", asyncio.Timeout)
 _LONGEST_ECHO = 120  # characters of a wrong path that an error repeats
 _MAX_CONNECTIONS, _MAX_DEBUG_CONNECTIONS = 256, 32
 # Requests over one connection: this many at once, then this many a second. A scraper that keeps its
@@ -118,6 +131,9 @@ class WebServer:
         self._reviews = reviews
         self.exporter_addresses: list[str] = []
         self._kept = KeptAnswers()
+        self._searches = KeptAnswers()
+        self._dashboard = stream.Dashboard(lambda: dashboard_content.parts(*self._snapshot()))
+        self._viewers = Viewers()
         self._rate_limits: weakref.WeakKeyDictionary[asyncio.Transport, _RateLimit] = (
             weakref.WeakKeyDictionary()
         )
@@ -187,6 +203,7 @@ class WebServer:
         """
         while self._listening:
             runner, connections = self._listening.pop()
+            self._viewers.end_all()
             connections.stop()
             await runner.cleanup()
 
@@ -241,9 +258,10 @@ class WebServer:
 
     def _public_application(self) -> web.Application:
         application = self._application()
-        application.router.add_get(
-            "/", self._page if self._pod_names_everywhere else self._elsewhere
-        )
+        if self._pod_names_everywhere:
+            self._add_page(application)
+        else:
+            application.router.add_get("/", self._elsewhere)
         application.router.add_get("/metrics", self._metrics(self._public_exposition))
         application.router.add_get("/healthz", self._probe(probes.live))
         application.router.add_get("/livez", self._probe(probes.live))
@@ -265,18 +283,53 @@ class WebServer:
         application.router.add_get("/debug", self._debug(debug.PATHS[0]))
         application.router.add_put("/debug/loglevel", self._put_log_level)
         if not self._pod_names_everywhere:
-            application.router.add_get("/", self._page)
+            self._add_page(application)
             application.router.add_get("/metrics", self._metrics(self._exposition))
         return application
+
+    def _add_page(self, application: web.Application) -> None:
+        application.router.add_get("/", self._page)
+        application.router.add_get("/stream", self._stream, allow_head=False)
+        for path in _FILES:
+            application.router.add_get(path, self._file)
 
     def _snapshot(self) -> tuple[AgentStatus, float]:
         return self._status(), self._clock()
 
     async def _page(self, request: web.Request) -> web.Response:
-        as_html = "text/html" in request.headers.get(hdrs.ACCEPT, "")
-        render = page.as_html if as_html else page.as_text
-        text = self._kept.answer(("/", as_html), lambda: render(views.overview(*self._snapshot())))
-        return web.Response(text=text, content_type="text/html" if as_html else "text/plain")
+        if "text/html" in request.headers.get(hdrs.ACCEPT, ""):
+            return self._document(request.query.get("pod", "").strip())
+        text = self._kept.answer("/", lambda: page.as_text(views.overview(*self._snapshot())))
+        return web.Response(text=text)
+
+    def _document(self, searched: str) -> web.Response:
+        searched = searched[: dashboard_content.LONGEST_SEARCH]
+        status, found = 200, ""
+        if searched:
+            try:
+                found = self._searches.answer(
+                    searched,
+                    lambda: dashboard_content.answer(*self._snapshot(), searched),
+                    may_refuse=True,
+                )
+            except TooBusyError as err:
+                status, found = 503, f"<p>{err}</p>"
+        self._dashboard.refresh()
+        text = dashboard_content.document(self._dashboard, self._clock(), searched, found)
+        return web.Response(status=status, text=text, content_type="text/html")
+
+    async def _file(self, request: web.Request) -> web.Response:
+        kind, content = _FILES[request.path]
+        return web.Response(body=content, content_type=kind, charset="utf-8")
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        request[_TIME_LIMIT].reschedule(None)  # it lasts as long as somebody looks
+        return await stream.answer(
+            request,
+            self._dashboard,
+            self._viewers,
+            patience_seconds=self._request_timeout_seconds,
+        )
 
     async def _elsewhere(self, _: web.Request) -> web.Response:
         return _error(
@@ -324,7 +377,8 @@ class WebServer:
         try:
             await self._limit_rate(request)
             self._refuse_unwanted_body(request)
-            async with asyncio.timeout(self._request_timeout_seconds):
+            async with asyncio.timeout(self._request_timeout_seconds) as time_limit:
+                request[_TIME_LIMIT] = time_limit
                 return self._close_after_last(request, await handler(request))
         except debug.BadRequestError as err:
             return _error(400, str(err))
@@ -405,13 +459,16 @@ class WebServer:
                 return _error(err.status, err.reason)
 
 
+class TooBusyError(AgentError):
+    """An answer would take more of the event loop's time than answers may take."""
+
+
 class KeptAnswers:
     """A cache of the last answers, which limits the computing time. A new answer is computed only
     while computing takes a small part of the time; otherwise a caller gets the last answer.
 
     State: the last answer to each kind of request, for a few seconds; the computing time that may
-        be
-    spent now.
+    be spent now.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -419,8 +476,20 @@ class KeptAnswers:
         self._last: dict[Hashable, tuple[float, Any]] = {}
         self._seconds_left, self._counted_at = _BURST_SECONDS, clock()
 
-    def answer(self, key: Hashable, make: Callable[[], Answer]) -> Answer:
-        """Return the result of ``make``, or the kept one for the same ``key``."""
+    def answer(
+        self, key: Hashable, make: Callable[[], Answer], *, may_refuse: bool = False
+    ) -> Answer:
+        """Return the result of ``make``, or the kept one for the same ``key``.
+
+        Args:
+            key: what is asked.
+            make: computes it.
+            may_refuse: clients can invent any number of keys, so that keeping their answers
+                does not bound the time that they take.
+
+        Raises:
+            TooBusyError: with ``may_refuse``, while there is neither time nor a kept answer.
+        """
         began = self._clock()
         self._seconds_left = min(
             _BURST_SECONDS, self._seconds_left + (began - self._counted_at) * _PART_OF_TIME
@@ -430,6 +499,8 @@ class KeptAnswers:
         if self._seconds_left <= 0 and began - made_at < _KEPT_SECONDS:
             # what is kept under a key is what its `make` returned
             return last  # type: ignore[no-any-return]
+        if self._seconds_left <= 0 and may_refuse:
+            raise TooBusyError("There are too many searches now; try again in some seconds.")
         made = make()
         self._seconds_left -= self._clock() - began
         if key not in self._last and len(self._last) >= _MAX_KEPT:
@@ -468,13 +539,15 @@ class _RateLimit:
 
 async def _harden(_: web.Request, response: web.StreamResponse) -> None:
     """Set the security headers of every answer: no server version, no guessing of content types, no
-    caching, no scripts, no frames.
+    caching, no scripts and styles but the page's own files, no frames.
     """
     response.headers.popall(hdrs.SERVER, None)
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers[hdrs.CACHE_CONTROL] = "no-store"
+    response.headers["Referrer-Policy"] = "no-referrer"
     response.headers["Content-Security-Policy"] = (
-        "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+        "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+        "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     )
 
 
