@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import aiohttp
 import grpc
 
 from tests.bench.allocate import timed_calls
@@ -20,12 +21,14 @@ from tests.bench.figures import Figure, percentile
 from tests.bench.processors import seconds_of
 from vgpu_agent.agent.records import verification
 from vgpu_agent.sim.agent_process import AgentProcess
-from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
+from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 from vgpu_agent.sim.state import SimulatedNode
 
 GPU = "nvidia.com/gpu"
 GPUS, REPLICAS = 8, 10
+VIEWERS = 5
+_PAGE_SECONDS = 20
 CONFIG = (
     f"version: v1\nsharing: {{timeSlicing: {{resources: [{{name: {GPU}, replicas: "
     f"{REPLICAS}}}]}}}}\n"
@@ -232,6 +235,87 @@ async def idle_cpu(node: Node) -> list[Figure]:
     ]
 
 
+async def page(node: Node) -> list[Figure]:
+    """The page of a full node in five browsers, while the figures of every GPU change."""
+    await _fill(node)
+    address = f"http://{node.agent.public_address}"
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{address}/", headers={"Accept": "text/html"}) as answer:
+            document = await answer.text()
+        loaded = len(document.encode())
+        for path in ("dashboard.css", "dashboard.js"):
+            async with session.get(f"{address}/{path}") as answer:
+                loaded += len(await answer.read())
+        alone = await _used_while_gpus_work(node)
+        version = document.partition('data-version="')[2].partition('"')[0]
+        messages: list[int] = []
+        viewers = [
+            asyncio.create_task(_view(session, f"{address}/stream?have={version}", messages))
+            for _ in range(VIEWERS)
+        ]
+        await asyncio.sleep(3)
+        before = len(messages)
+        followed = await _used_while_gpus_work(node)
+        for viewer in viewers:
+            viewer.cancel()
+        await asyncio.gather(*viewers, return_exceptions=True)
+    if len(messages) - before < VIEWERS * 3:
+        raise RuntimeError(f"the stream is silent: {messages}")
+    what = f"{GPUS} GPUs and {GPUS * REPLICAS} pods"
+    return [
+        Figure("page: first load", loaded / 1024, 100, "KiB", f"document, style, script; {what}"),
+        Figure(
+            "page: largest change",
+            max(messages) / 1024,
+            5,
+            "KiB",
+            "bytes of a message on the stream, in which all figures of all GPUs change",
+        ),
+        Figure(
+            f"page: {VIEWERS} viewers",
+            followed - alone,
+            1,
+            "% of a core",
+            f"user and system time over {_PAGE_SECONDS} s, beyond that without viewers; {what}",
+        ),
+    ]
+
+
+async def _fill(node: Node) -> None:
+    """A pod for each replica, named by kubelet's records."""
+    for number in range(GPUS * REPLICAS):
+        await node.kubelet.admit(
+            f"transformer-finetune-worker-{number}", [Container("main", {GPU: 1})]
+        )
+    await node.agent.until(
+        "/debug/allocations",
+        lambda found: sum(bool(each["pod"]) for each in found["allocations"]) == GPUS * REPLICAS,
+        timeout_seconds=verification.VERIFY_SECONDS + 10,
+    )
+
+
+async def _used_while_gpus_work(node: Node) -> float:
+    """The processor time of the agent in percent of a core, while GPUs are more and less busy."""
+    before = await asyncio.to_thread(seconds_of, node.agent.pid)
+    for second in range(_PAGE_SECONDS):
+        for gpu in range(GPUS):
+            node.simulated.utilisation(gpu, (17 * second + gpu) % 100)
+            node.simulated.temperature(gpu, 40 + (7 * second + gpu) % 40)
+        await asyncio.sleep(1)
+    return (await asyncio.to_thread(seconds_of, node.agent.pid) - before) / _PAGE_SECONDS * 100
+
+
+async def _view(session: aiohttp.ClientSession, url: str, messages: list[int]) -> None:
+    """Follow the page, and note the size of each message."""
+    async with session.get(url, timeout=aiohttp.ClientTimeout(total=None)) as response:
+        size = 0
+        async for line in response.content:
+            size += len(line)
+            if line == b"\n":
+                messages.append(size)
+                size = 0
+
+
 async def lag_while_hung(node: Node) -> list[Figure]:
     """The event loop while NVML does not return."""
     node.simulated.fault("nvmlDeviceGetTemperature", times=1, delay_ms=5000)
@@ -275,7 +359,7 @@ async def _measure(node: Node) -> list[Figure]:
             await node.agent.until_ready()
         figures += await step(node)
     await node.agent.terminate()
-    for step in (lag_while_hung, idle_cpu):
+    for step in (lag_while_hung, idle_cpu, page):
         await node.agent.start()
         await node.agent.until_ready()
         figures += await step(node)
