@@ -420,6 +420,25 @@ def test_a_version_of_another_process_means_all_of_the_page(
     assert set(page.changes(f"{own}-{'9' * 5000}")["set"]) == {"head", "main"}
 
 
+def test_invented_versions_cost_no_computing(full_node: AgentStatus) -> None:
+    """Whoever opens streams in a loop gets what is kept, and that is right for every version."""
+    page = Page(full_node)
+    for number in range(40):
+        first, *others = full_node.usage
+        full_node.usage = (msgspec.structs.replace(first, temperature_celsius=number), *others)
+        page.later()
+    own = page.dashboard.version.partition("-")[0]
+    sizes = [len(page.dashboard.message(f"{own}-{number}")) for number in range(1, 40)]
+    assert sizes[:16] == [sizes[0]] * 16
+    assert sizes[0] < 200
+    assert min(sizes[16:]) > 10_000
+    assert len(page.dashboard._changes) <= 17
+    whole = page.dashboard._changes[0]
+    page.dashboard.message(f"{own}-20")
+    assert page.dashboard._changes[0] is whole
+    assert page.dashboard.message(f"{own}-9999") == b""
+
+
 def test_the_page_is_rendered_once_for_all_viewers(full_node: AgentStatus) -> None:
     """Within the interval, each gets what is there."""
     rendered = 0

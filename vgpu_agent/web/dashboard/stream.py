@@ -35,6 +35,10 @@ REFRESH_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
 # Bytes that wait for a viewer in this process. A message mostly has less than 5 KiB.
 _MAX_WAITING_BYTES = 16 * 1024
+# Changes since so many versions are kept until the next version. Viewers mostly have the last one.
+# One that has, or invents, yet another version gets the whole page. So the computing that streams
+# can cause is bounded, however often they are opened.
+_MAX_KEPT_CHANGES = 16
 _RECONNECT_MILLISECONDS = 3000
 _NUMBER = re.compile(r"\d{1,12}\Z", re.ASCII)
 _FULL = b"event: full\ndata: \n\n"
@@ -43,8 +47,9 @@ _FULL = b"event: full\ndata: \n\n"
 class Dashboard:
     """The page as it was rendered last.
 
-    State: its parts, their version, and the version in which each of them changed last. Versions
-    have a random beginning, so that those of an earlier process mean nothing.
+    State: its parts, their version, and the version in which each of them changed last; the HTML
+    and the changes that were asked for since. Versions have a random beginning, so that those of an
+    earlier process mean nothing.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class Dashboard:
         self._version = 0
         self._rendered_at = float("-inf")
         self._process = secrets.token_hex(4)
+        self._html: dict[str, str] = {}
+        self._changes: dict[int, msgspec.Raw] = {}
 
     @property
     def version(self) -> str:
@@ -78,11 +85,15 @@ class Dashboard:
             known = self._changed
             self._changed = {part: known.get(part, 0) for part in parts.ids}
             self._changed.update(dict.fromkeys(differing, self._version))
+            self._html.clear()
+            self._changes.clear()
         self._parts = parts
 
     def html(self, part: str) -> str:
         """Return the whole content of a part."""
-        return self._parts.whole(part)
+        if part not in self._html:
+            self._html[part] = self._parts.whole(part)
+        return self._html[part]
 
     def message(self, since: str) -> bytes:
         """Return the changes since a version as one server-sent event; empty if there are none. All
@@ -91,11 +102,17 @@ class Dashboard:
         process, _, number = since.partition("-")
         is_ours = process == self._process and _NUMBER.match(number)
         known = int(number) if is_ours else 0
-        changes = self._parts.changes(self._changed, known)
-        return event(self.version, changes) if changes else b""
+        if known >= self._version:
+            return b""
+        if known not in self._changes and len(self._changes) >= _MAX_KEPT_CHANGES:
+            known = 0
+        if known not in self._changes:
+            changes = self._parts.changes(self._changed, known)
+            self._changes[known] = msgspec.Raw(msgspec.json.encode(changes))
+        return event(self.version, self._changes[known])
 
 
-def event(version: str, changes: object) -> bytes:
+def event(version: str, changes: msgspec.Raw) -> bytes:
     """Return one server-sent event with the time of now, in Unix milliseconds."""
     data = msgspec.json.encode({"now": int(time.time() * 1000), "changes": changes})
     return b"id: %b\ndata: %b\n\n" % (version.encode(), data)
@@ -130,7 +147,7 @@ async def answer(
                 pending += dashboard.message(have)
                 now = asyncio.get_running_loop().time()
                 if not pending and now - sent_at >= SILENCE_SECONDS:
-                    pending = event(dashboard.version, {})
+                    pending = event(dashboard.version, msgspec.Raw(b"{}"))
                 if pending:
                     have, sent_at = dashboard.version, now
                     async with asyncio.timeout(patience_seconds):
