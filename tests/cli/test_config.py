@@ -198,6 +198,7 @@ def test_show_lists_each_value_and_where_it_came_from(
     assert [line.split(maxsplit=2) for line in lines if "default" not in line] == [
         ["nodeName", "gpu-7", "environment NODE_NAME"],
         ["simulate", "/sim", "flag --simulate"],
+        ["stateDirectory", "/sim/agent-state", "derived from simulate"],
         ["log.level", "debug", "config.yaml:3"],
         ["gpu.driverRoot", "/sim", "derived from simulate"],
         ["gpu.procRoot", "/sim/proc", "derived from simulate"],
