@@ -566,7 +566,8 @@ class Agent:
                 )
 
     async def _take_over(self) -> None:
-        """If another agent serves the node, register in its place as soon as it has let go.
+        """Register in the place of the agent that serves the node, as soon as it has let go; without
+        one, do nothing.
 
         All is ready by then: the sockets are served and the lists encoded. What the other agent has
         given since this one read the records is read again, and until then the kubelet's calls

@@ -68,7 +68,7 @@ class _Struct(msgspec.Struct, rename="camel"):
 
 
 class _PodMetadata(_Struct):
-    """Without annotations and labels, which `_pod_type` adds."""
+    """The metadata of a pod but its annotations and labels, which `_pod_type` adds."""
 
     name: str = ""
     namespace: str = ""
