@@ -566,7 +566,7 @@ class Agent:
                 )
 
     async def _take_over(self) -> None:
-        """Register in the place of the agent that serves the node, as soon as it has let go; without
+        """Register in the place of the agent that serves the node, as soon as it lets go; without
         one, do nothing.
 
         All is ready by then: the sockets are served and the lists encoded. What the other agent has
