@@ -17,7 +17,7 @@ from tests.real_node.agents import GPU, NodeAgent, shared, wait_allocatable
 from tests.real_node.rig import Rig
 from tests.real_node.rig.manifests import pod
 from tests.real_node.volcano import IDS, VGPU, vgpu
-from tests.real_node.volcano_node import U0, U1, start_vgpu, volcano_agent
+from tests.real_node.volcano_node import COARSE_CONFIG, U0, U1, volcano_agent
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.alone]
 
@@ -29,9 +29,10 @@ _LINE = re.compile(
     r'"(Mark all resources Unhealthy for resource|Processed device updates for resource)"'
     r' resourceName="([^"]+)"'
 )
-# A fast kubelet needs 4 to 10 ms between the end of a stream and the next list. The machine of the
-# tests is slow and does other things.
-LONGEST_WINDOW_SECONDS = 0.25
+# Without a hand-over it is the time that an agent needs to start, a second or more.
+LONGEST_WINDOW_SECONDS = 0.5
+# Enough numbers for pods whose containers a slow machine has yet to end.
+CONFIG = COARSE_CONFIG.replace("gpuMemoryFactor", "deviceSplitCount: 50, gpuMemoryFactor")
 Report = Callable[[str, object], None]
 
 
@@ -67,13 +68,13 @@ class Pods(threading.Thread):
 
 
 def _phases(rig: Rig, names: list[str]) -> dict[str, str]:
-    """Wait until each pod has ended, and return its phase with the reason."""
+    """Wait until each pod has ended, and return its phase with the message."""
     phases: dict[str, str] = {}
 
     def all_ended() -> bool:
         for item in rig.api.get("/api/v1/namespaces/default/pods")["items"]:
             status = item["status"]
-            phases[item["metadata"]["name"]] = f"{status['phase']} {status.get('reason', '')}"
+            phases[item["metadata"]["name"]] = f"{status['phase']} {status.get('message', '')}"
         return all(phases[name].startswith(("Succeeded", "Failed")) for name in names)
 
     try:
@@ -116,7 +117,7 @@ def _upgrade_under_load(
         names = pods.stop()
         windows += _windows(rig, since)
         phases = _phases(rig, names)
-        failed += [name for name, phase in phases.items() if phase.startswith("Failed")]
+        failed += [phase for phase in phases.values() if phase.startswith("Failed")]
         number += len(names)
         for name in names:
             rig.delete_pod(name)
@@ -126,8 +127,8 @@ def _upgrade_under_load(
     report("failed", len(failed))
     report("window_ms", [round(1000 * window, 1) for window in sorted(windows)])
     assert longest < LONGEST_WINDOW_SECONDS, windows
-    # The kubelet leaves a window that no agent can close, and a pod may hit it: of five a second,
-    # one in so many updates. More would be ours.
+    # The kubelet leaves a window that no agent can close, and some pods may hit it; no other fails.
+    assert all("no healthy devices present" in phase for phase in failed), failed
     assert len(failed) <= max(1, round(2 * sum(windows) / PAUSE_SECONDS)), (failed, windows)
 
 
@@ -146,9 +147,11 @@ def nvidia(rig: Rig) -> Iterator[NodeAgent]:
 @pytest.fixture
 def volcano(rig: Rig) -> Iterator[NodeAgent]:
     """An agent whose pods decide."""
-    agent = volcano_agent(rig)
+    agent = volcano_agent(rig, CONFIG)
     try:
-        yield start_vgpu(agent)
+        agent.start()
+        wait_allocatable(rig, 100, resource=VGPU + "number")
+        yield agent
     finally:
         agent.close()
 
@@ -170,8 +173,8 @@ def test_pods_of_volcano(volcano: NodeAgent, record_property: Report) -> None:
 
     def make(name: str) -> dict[str, Any]:
         now = str(int(time.time()))
-        segment = f"{(U0, U1)[len(name) % 2]},NVIDIA,100,0:"
-        made = pod(name, command="true", limits=vgpu(1, 100), nodeName=node)
+        segment = f"{(U0, U1)[len(name) % 2]},NVIDIA,1,0:"
+        made = pod(name, command="true", limits=vgpu(1, 1), nodeName=node)
         made["metadata"]["annotations"] = {
             VGPU + "node": node,
             VGPU + "time": now,
