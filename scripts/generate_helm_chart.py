@@ -31,6 +31,12 @@ WRITTEN_BY_HAND = frozenset(
         "webhook/configurations.yaml",
         "webhook/deployment.yaml",
         "network-policy/networkpolicy.yaml",
+        # The version of kube-scheduler chooses between these and those of the component scheduler.
+        "scheduler/poddisruptionbudget.yaml",
+        "scheduler-1.24/configmap.yaml",
+        "scheduler-1.21/configmap.yaml",
+        "scheduler-1.21/deployment.yaml",
+        "scheduler-1.20/configmap.yaml",
     }
 )
 
@@ -62,6 +68,11 @@ def replaced(text: str) -> str:
     text = text.replace("resourceNames: [vgpu-agent-webhook]", f'resourceNames: ["{NAME}-webhook"]')
     text = text.replace("resourceNames: [vgpu-scheduler]", f'resourceNames: ["{SCHEDULER}"]')
     text = text.replace('[^:]+:vgpu-agent$")', f'[^:]+:{NAME}$")')
+    for account, name in (("vgpu-agent", NAME), ("vgpu-scheduler", SCHEDULER)):
+        text = text.replace(
+            f'"system:serviceaccount:vgpu-agent:{account}"',
+            f'"system:serviceaccount:{NAMESPACE}:{name}"',
+        )
     text = text.replace('job="vgpu-agent"', f'job="{NAME}"')
     text = text.replace('job="vgpu-scheduler"', f'job="{SCHEDULER}"')
     # The labels that Helm's own tools look for, behind that of the kustomization.
@@ -91,6 +102,29 @@ def of_the_domain(text: str) -> str:
     return "\n".join(line.replace(counted, counted + other) for line in lines) + "\n"
 
 
+def with_more_writers(text: str) -> str:
+    """The policy of what pods hold with the accounts of `podState.accounts` beside its own."""
+    more = """\
+    {{- range $place, $account := .Values.podState.accounts }}
+    - name: not-another-{{ $place }}
+      expression: request.userInfo.username != "system:serviceaccount:{{ $account }}"
+    {{- end }}
+"""
+    return text.replace("  variables:\n", f"{more}  variables:\n")
+
+
+def update_strategy() -> str:
+    """A template of the DaemonSet's updateStrategy, without its comments."""
+    text = (MANIFESTS / "daemonset.yaml").read_text()
+    found = re.search(r"^  updateStrategy:\n((?: {4}.*\n)+)", text, flags=re.MULTILINE)
+    if found is None:
+        sys.exit("manifests/daemonset.yaml has no spec.updateStrategy")
+    lines = [line[4:] for line in found[1].splitlines() if not line.lstrip().startswith("#")]
+    return "\n".join(
+        ['{{- define "vgpu-agent.updateStrategy" -}}', *lines, "{{- end }}", ""],
+    )
+
+
 def found_by_an_operator(text: str) -> str:
     """Objects of the Prometheus operator with the labels by which it chooses them, and links to
     wherever the documentation is served.
@@ -116,8 +150,10 @@ def templates() -> dict[pathlib.Path, str]:
     made: dict[pathlib.Path, str] = {}
     for source, component in sources.items():
         text = replaced((MANIFESTS / source).read_text())
-        if component == "own-node-only":
+        if component in {"own-node-only", "pod-state"}:
             text = of_the_domain(text)
+        if component == "pod-state":
+            text = with_more_writers(text)
         if component == "monitoring":
             text = found_by_an_operator(text)
         head = f"{{{{- /* Made from manifests/{source} by scripts/generate. */}}}}\n"
@@ -126,6 +162,8 @@ def templates() -> dict[pathlib.Path, str]:
             text = f"{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n"
         name = source.removeprefix("components/").replace("/", "-")
         made[TEMPLATES / name] = head + text
+    head = "{{- /* Made from manifests/daemonset.yaml by scripts/generate. */}}\n"
+    made[TEMPLATES / "_update-strategy.tpl"] = head + update_strategy()
     for path in (MANIFESTS / "components" / "monitoring" / "dashboards").iterdir():
         made[DASHBOARDS / path.name] = path.read_text()
     return made

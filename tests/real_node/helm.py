@@ -108,4 +108,4 @@ def compared(value: Any, key: str = "") -> Any:
             assert len(named) == len(value), f"{key} has a name twice"
             return named
         return [compared(each) for each in value]
-    return yaml.safe_load(value) if key == "config.yaml" else value
+    return yaml.safe_load(value) if key in {"config.yaml", "policy.json"} else value

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.manifests.test_old_schedulers import OLD as OLD_SCHEDULERS
 from tests.real_node.helm import CHART, MANIFESTS, HelmError, compared, helm, kustomized, template
 from vgpu_agent import __version__
 
@@ -25,6 +26,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 # Components that patch what another one brings.
 NEEDS = {
+    **{name: ["scheduler"] for name in OLD_SCHEDULERS},
     "region-slots": ["hami-core"],
     "hami-core-library": ["hami-core"],
     "vgpu-control-slots": ["vgpu-control"],
@@ -43,8 +45,18 @@ PICKS = [
     *([*NEEDS.get(name, []), name] for name in COMPONENTS if name != "own-node-only"),
     ["hami-core", "region-slots", "hami-core-library", "cdi", "eviction"],
     ["mps", "hami-core", "vgpu-control"],
-    [name for name in COMPONENTS if name not in {"own-node-only", "mps-host", "mig-monitor"}],
+    [
+        name
+        for name in COMPONENTS
+        if name not in {"own-node-only", "mps-host", "mig-monitor", *OLD_SCHEDULERS}
+    ],
 ]
+# What the chart knows by the version of kube-scheduler, and not by a component.
+BY_VERSION = {
+    "scheduler-1.24": "v1.22.17",
+    "scheduler-1.21": "v1.21.14",
+    "scheduler-1.20": "1.20.0",
+}
 
 
 def _in_order(components: list[str]) -> list[str]:
@@ -61,11 +73,20 @@ def _kustomization(folder: Path, components: list[str], **more: Any) -> Path:
         "components": [
             f"{base}/components/{name}" for name in _in_order(components) if name != "own-node-only"
         ],
-        "images": IMAGES,
+        "images": _images(components),
         **more,
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
     return folder
+
+
+def _images(components: list[str]) -> list[dict[str, str]]:
+    """The images, with a kube-scheduler of the version that the components are for."""
+    older = [{"newTag": BY_VERSION[name]} for name in components if name in BY_VERSION]
+    return [
+        {**image, **older[0]} if older and image["name"] == "kube-scheduler" else image
+        for image in IMAGES
+    ]
 
 
 def _values(folder: Path, values: dict[str, Any]) -> list[str]:
@@ -75,8 +96,10 @@ def _values(folder: Path, values: dict[str, Any]) -> list[str]:
 
 
 def _of_components(components: list[str]) -> dict[str, Any]:
+    (tag,) = [image["newTag"] for image in _images(components) if image["name"] == "kube-scheduler"]
     return {
-        "components": dict.fromkeys(components, True),
+        "components": {name: True for name in components if name not in BY_VERSION},
+        "scheduler": {"kubeScheduler": {"imageTag": tag}},
         "images": {
             image["name"]: {"repository": image["newName"], "tag": image["newTag"]}
             for image in IMAGES[:3]
@@ -100,9 +123,13 @@ def test_the_chart_has_the_objects_that_kustomize_builds(
 
 
 def test_every_component_is_a_value_under_its_name() -> None:
-    """In the values, in the schema, and with the same one on by default."""
-    assert sorted(VALUES["components"]) == COMPONENTS
-    assert sorted(SCHEMA["properties"]["components"]["properties"]) == COMPONENTS
+    """In the values, in the schema, and with the same one on by default. Those for old versions of
+    kube-scheduler are chosen by its version.
+    """
+    values = [name for name in COMPONENTS if name not in BY_VERSION]
+    assert sorted(VALUES["components"]) == values
+    assert sorted(SCHEMA["properties"]["components"]["properties"]) == values
+    assert set(BY_VERSION) == set(OLD_SCHEDULERS)
     assert [name for name, on in VALUES["components"].items() if on] == ["own-node-only"]
 
 
@@ -189,6 +216,11 @@ def test_every_value_is_in_the_schema() -> None:
             "images.hami-core-library",
         ),
         ({"config": {"map": {"a": "version: v1"}, "name": "mine"}}, "set one of them"),
+        (
+            {"scheduler": {"enabled": True, "kubeScheduler": {"imageTag": "v1.19.16"}}},
+            "name a kube-scheduler 1.20 or newer",
+        ),
+        ({"podState": {"accounts": ['a:b" || true || "']}}, "podState/accounts/0"),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -354,6 +386,70 @@ def test_values_of_volcanos_chart_mean_the_same(tmp_path: Path) -> None:
     assert yaml.safe_load(device_config["device-config.yaml"])["nvidia"]["deviceSplitCount"] == 7
 
 
+@pytest.mark.parametrize(
+    ("tag", "cluster", "version"),
+    [
+        ("", "1.36.3", "v1"),
+        ("", "1.24.17", "v1beta2"),
+        ("v1.25.0", "1.24.17", "v1"),
+        ("v1.24.17@sha256:00", "1.36.3", "v1beta2"),
+        ("ours", "1.24.17", "v1beta2"),
+        ("ours", "1.36.3", "v1"),
+    ],
+)
+def test_the_configuration_is_that_of_the_version_of_kube_scheduler(
+    tag: str, cluster: str, version: str, tmp_path: Path
+) -> None:
+    """By the tag of the image, and otherwise by the API server, whose version it should have."""
+    values = {"scheduler": {"enabled": True, "kubeScheduler": {"imageTag": tag}}}
+    rendered = template(*_values(tmp_path, values), "--kube-version", cluster)
+    text = rendered[("ConfigMap", "vgpu-agent", "vgpu-scheduler")]["data"]["config.yaml"]
+    assert yaml.safe_load(text)["apiVersion"] == f"kubescheduler.config.k8s.io/{version}"
+    pod = rendered[("Deployment", "vgpu-agent", "vgpu-scheduler")]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"].split(":", 1)[1] == (tag or f"v{cluster}")
+
+
+def test_the_claims_of_pods_are_for_the_accounts_of_the_release_and_those_that_are_named(
+    tmp_path: Path,
+) -> None:
+    """An agent that may not write them would keep its pods from starting."""
+    values = {
+        "components": {"pod-state": True, "scheduler": True},
+        "globalDomain": "gpu.example.com",
+        "scheduler": {"schedulerName": "shares"},
+        "podState": {"accounts": ["gpu-system:pool-b-vgpu-agent"]},
+    }
+    rendered = template(*_values(tmp_path, values), name="pool-a", namespace="gpu-system")
+    spec = rendered[("ValidatingAdmissionPolicy", "", "pool-a-vgpu-agent-pod-state")]["spec"]
+    names = [each["name"] for each in spec["matchConditions"]]
+    assert len(set(names)) == len(names)
+    assert [each["expression"].split('"')[1] for each in spec["matchConditions"]] == [
+        f"system:serviceaccount:{account}"
+        for account in (
+            "gpu-system:shares",
+            "gpu-system:pool-a-vgpu-agent",
+            "kube-system:vgpu-manager-scheduler",
+            "kube-system:vgpu-manager-device-plugin",
+            "gpu-system:pool-b-vgpu-agent",
+        )
+    ]
+    (keys,) = [each["expression"] for each in spec["variables"] if each["name"] == "keys"]
+    assert "nvidia.com/" not in keys
+    assert keys.count('"gpu.example.com/') == 6
+
+
+def test_another_update_strategy_replaces_that_of_the_manifests(tmp_path: Path) -> None:
+    """As a whole: with maxUnavailable of the values and maxSurge of the manifests, two agents could
+    run on every node.
+    """
+    strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}}
+    for components in ([], ["mps"]):
+        values = {**_of_components(components), "updateStrategy": strategy}
+        rendered = template(*_values(tmp_path, values))
+        spec = rendered[("DaemonSet", "vgpu-agent", "vgpu-agent")]["spec"]
+        assert spec["updateStrategy"] == strategy
+
+
 def _confined(policies: list[Any], namespace: str, account: str) -> bool:
     """Tell whether every policy matches that service account."""
     prefix, suffix = 'request.userInfo.username.matches("', '")'
@@ -373,14 +469,20 @@ def test_names_follow_release_and_namespace(release: str, account: str, tmp_path
     confines the account of its own pods.
     """
     components = [
-        name for name in COMPONENTS if name not in {"own-node-only", "scheduler", "mps-host"}
+        name
+        for name in COMPONENTS
+        if name not in {"own-node-only", "scheduler", "mps-host", *OLD_SCHEDULERS}
     ]
     values = _values(tmp_path, _of_components(components))
     rendered = template(*values, name=release, namespace="gpu-system")
     daemon_set = rendered[("DaemonSet", "gpu-system", account)]
     assert daemon_set["spec"]["template"]["spec"]["serviceAccountName"] == account
     assert ("ServiceAccount", "gpu-system", account) in rendered
-    policies = [one for (kind, _, _), one in rendered.items() if kind.endswith("AdmissionPolicy")]
+    policies = [
+        one
+        for (kind, _, name), one in rendered.items()
+        if kind.endswith("AdmissionPolicy") and not name.endswith("pod-state")
+    ]
     assert _confined(policies, "gpu-system", account)
     subjects = [subject for one in rendered.values() for subject in one.get("subjects", [])]
     assert {subject["namespace"] for subject in subjects} == {"gpu-system"}

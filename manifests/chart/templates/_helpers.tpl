@@ -70,6 +70,18 @@ elsewhere counts as well.
 {{- if or (index $values.components $name) (get $by $name) }}true{{ end -}}
 {{- end }}
 
+{{/* The image of kube-scheduler: the version of the API server, unless another is named. */}}
+{{- define "vgpu-agent.kubeSchedulerTag" -}}
+{{- default (regexFind "^v[0-9]+[.][0-9]+[.][0-9]+" .Capabilities.KubeVersion.Version) .Values.scheduler.kubeScheduler.imageTag -}}
+{{- end }}
+
+{{/* The minor version of kube-scheduler, by its tag; where that names none, that of the API server. */}}
+{{- define "vgpu-agent.kubeSchedulerMinor" -}}
+{{- $version := "^v?1[.][0-9]+" -}}
+{{- $found := coalesce (regexFind $version (include "vgpu-agent.kubeSchedulerTag" .)) (regexFind $version .Capabilities.KubeVersion.Version) -}}
+{{- regexFind "[0-9]+$" $found -}}
+{{- end }}
+
 {{/* Mistakes that the schema cannot see. */}}
 {{- define "vgpu-agent.check" -}}
 {{- range $name, $other := dict "region-slots" "hami-core" "hami-core-library" "hami-core" "vgpu-control-slots" "vgpu-control" "vgpu-control-library" "vgpu-control" }}
@@ -87,6 +99,9 @@ elsewhere counts as well.
 {{- end }}
 {{- if and (include "vgpu-agent.on" (list . "scheduler")) (not .Values.scheduler.kubeScheduler.image) }}
 {{- fail "scheduler.kubeScheduler.image is empty: name an image of kube-scheduler" }}
+{{- end }}
+{{- if and (include "vgpu-agent.on" (list . "scheduler")) (lt (atoi (include "vgpu-agent.kubeSchedulerMinor" .)) 20) }}
+{{- fail (printf "scheduler.kubeScheduler.imageTag is %s: name a kube-scheduler 1.20 or newer" (include "vgpu-agent.kubeSchedulerTag" .)) }}
 {{- end }}
 {{- end }}
 
