@@ -28,6 +28,8 @@ class Panel(NamedTuple):
     unit: str
     queries: tuple[tuple[str, str], ...]
     description: str = ""
+    value: bool = False
+    """Show the value in a table, too."""
 
 
 _ON_NODE = 'node="$node"'
@@ -95,6 +97,21 @@ NODE = (
         _one(f"vgpu_agent_limits{{{_ON_NODE}}}", "{{family}} {{limit}}"),
     ),
     Panel(
+        "Problems",
+        "timeseries",
+        "none",
+        _one(f"vgpu_agent_problems{{{_ON_NODE}}} > 0", "{{kind}}"),
+        "vgpu-agent status names each with its remedy.",
+    ),
+    Panel(
+        "XIDs since the agent's start",
+        "table",
+        "none",
+        _one(f"sum by (gpu, xid) (vgpu_agent_gpu_xids_total{{{_ON_NODE}}})"),
+        "docs/troubleshooting.md says what each code means.",
+        value=True,
+    ),
+    Panel(
         "Calls of the kubelet",
         "timeseries",
         "ops",
@@ -152,6 +169,47 @@ FLEET = (
         _one(f"(vgpu_agent_gpu_healthy == 0) * {_INFO}"),
     ),
     Panel("Agents that are not ready", "table", "none", _one("vgpu_agent_ready == 0")),
+    Panel(
+        "Problems by node",
+        "table",
+        "none",
+        _one("sum by (node, kind) (vgpu_agent_problems) > 0"),
+        value=True,
+    ),
+    Panel(
+        "XIDs since the agents' starts",
+        "table",
+        "none",
+        _one("sum by (xid) (vgpu_agent_gpu_xids_total)"),
+        "docs/troubleshooting.md says what each code means.",
+        value=True,
+    ),
+    Panel(
+        "Recoveries of GPUs since the agents' starts",
+        "table",
+        "none",
+        _one("sum by (node) (vgpu_agent_gpu_recovery_seconds_count) > 0"),
+        value=True,
+    ),
+    Panel(
+        "Time until nine of ten GPUs are back",
+        "timeseries",
+        "s",
+        _one(
+            "histogram_quantile(0.9, sum by (le) (vgpu_agent_gpu_recovery_seconds_bucket)) >= 0",
+        ),
+        "Of GPUs that have come back since the agents' starts.",
+    ),
+    Panel(
+        "Held by namespace",
+        "timeseries",
+        "none",
+        _one(
+            "sum by (namespace, resource) (rate(vgpu_agent_share_seconds_total[$__rate_interval]))",
+            "{{namespace}} {{resource}}",
+        ),
+        "Its increase over a month, divided by 3,600, is the bill in hours.",
+    ),
     Panel(
         "Device ids held",
         "timeseries",
@@ -302,7 +360,8 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
         made["description"] = panel.description
     if table:
         # One row for each series, and none of the columns that every series has.
-        hidden = dict.fromkeys(("Time", "__name__", "instance", "job", "endpoint", "Value"), True)
+        columns = ["Time", "__name__", "instance", "job", "endpoint"]
+        hidden = dict.fromkeys([*columns, *([] if panel.value else ["Value"])], True)
         made["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
     return made
 

@@ -132,10 +132,10 @@ class Prometheus:
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
-    def alerts(self) -> dict[str, dict[str, Any]]:
-        """Every alert that is pending or fires, by its name."""
-        found = self._ask("/api/v1/alerts")["data"]["alerts"]
-        return {each["labels"]["alertname"]: each for each in found}
+    def alerts(self) -> list[dict[str, Any]]:
+        """Every alert that is pending or fires."""
+        found: list[dict[str, Any]] = self._ask("/api/v1/alerts")["data"]["alerts"]
+        return found
 
     async def until(self, condition: Callable[[], Any], what: str) -> None:
         """Wait until the condition holds."""
