@@ -14,6 +14,7 @@ from tests.real_node.deployment import MANIFESTS, MERGE, NAMESPACE, Deployed, de
 from tests.real_node.rig import Rig
 from tests.real_node.rig.api import Api, ApiError
 from tests.real_node.rig.manifests import pod
+from vgpu_agent.cluster.gpu_status import CONDITION, TAINT
 
 _CONFIG_MAP = "volcano-vgpu-device-config"
 _OTHER_NODE = "another-node"
@@ -429,6 +430,21 @@ _PATCHES: list[tuple[str, str, dict[str, Any], bool]] = [
 ]
 
 
+def _paths(rig: Rig, another_node: str) -> dict[str, str]:
+    """Both Nodes and three new pods, the agent's own one running."""
+    rig.create_pod(pod("own"))
+    rig.create_pod(pod("unscheduled", nodeSelector={"no": "where"}))
+    rig.wait_for_phase("own", "Running")
+    pods = "/api/v1/namespaces/default/pods"
+    return {
+        "node": f"/api/v1/nodes/{rig.node_name()}",
+        "other node": f"/api/v1/nodes/{another_node}",
+        "pod": f"{pods}/own",
+        "other node's pod": f"{pods}/foreign",
+        "unscheduled pod": f"{pods}/unscheduled",
+    }
+
+
 def test_the_policy_confines_each_agent_to_its_own_node_and_its_own_keys(
     deployed: Deployed, agent: Api, another_node: str
 ) -> None:
@@ -436,17 +452,7 @@ def test_the_policy_confines_each_agent_to_its_own_node_and_its_own_keys(
     specifications and others' keys.
     """
     rig = deployed.rig
-    rig.create_pod(pod("own"))
-    rig.create_pod(pod("unscheduled", nodeSelector={"no": "where"}))
-    rig.wait_for_phase("own", "Running")
-    pods = "/api/v1/namespaces/default/pods"
-    paths = {
-        "node": f"/api/v1/nodes/{rig.node_name()}",
-        "other node": f"/api/v1/nodes/{another_node}",
-        "pod": f"{pods}/own",
-        "other node's pod": f"{pods}/foreign",
-        "unscheduled pod": f"{pods}/unscheduled",
-    }
+    paths = _paths(rig, another_node)
     wrong = []
     for what, subresource, body, allowed in _PATCHES:
         answer = _status(agent, "PATCH", paths[what] + subresource, body)
@@ -468,6 +474,108 @@ def test_the_policy_confines_each_agent_to_its_own_node_and_its_own_keys(
         f"{paths['node']}/status", {"status": {"capacity": capacity, "allocatable": capacity}}
     )
     assert wrong == []
+
+
+def _condition(kind: str, status: str = "False", **more: str) -> dict[str, Any]:
+    found = {"type": kind, "status": status, "reason": "GpuLost", "message": "a test", **more}
+    return {"status": {"conditions": [found]}}
+
+
+def _tainted(*taints: dict[str, str]) -> dict[str, Any]:
+    """The whole list, which no patch can be about a part of."""
+    return {"spec": {"taints": list(taints)}}
+
+
+def _labelled(*names: str, value: str | None = "x") -> dict[str, Any]:
+    return {"metadata": {"labels": dict.fromkeys(names, value)}}
+
+
+# An effect that keeps no pod away.
+_OUR_TAINT = {"key": TAINT, "effect": "PreferNoSchedule"}
+_THEIR_TAINT = {"key": "example.com/theirs", "effect": "PreferNoSchedule"}
+_FOREIGN_TAINT = {"key": "node.kubernetes.io/unschedulable", "effect": "PreferNoSchedule"}
+_REMOVED = {"$patch": "delete"}
+_POD_LABEL = "vgpu-agent.internal/gpu-health"
+_FEATURES = (
+    "nvidia.com/gpu.product",
+    "nvidia.com/gpu.count",
+    "nvidia.com/gpu.compute.major",
+    "nvidia.com/mig.strategy",
+    "nvidia.com/mig-1g.5gb.count",
+    "nvidia.com/mig-1g.10gb.me.slices.ci",
+    "nvidia.com/mps.capable",
+    "nvidia.com/cuda.driver-version.full",
+    "nvidia.com/cuda.runtime.minor",
+)
+_NOT_FEATURES = (
+    "nvidia.com/gpu.present",
+    "nvidia.com/gpu.machine",
+    "nvidia.com/gpu.deploy.driver",
+    "nvidia.com/gpu.count.more",
+    "nvidia.com/gfd.timestamp",
+    "nvidia.com/mig.config",
+    "nvidia.com/mig-1g.5gb.config",
+    "nvidia.com/device-plugin.config",
+    "example.com/nvidia.com.gpu.count",
+)
+# As strategic merge patches, one after the other: the section nodeStatus of the settings, and what
+# a thief of the token could want beside it.
+_HEALTH: list[tuple[str, str, dict[str, Any], bool]] = [
+    ("node", "/status", _condition(CONDITION), True),
+    ("node", "/status", _condition(CONDITION, "True"), True),
+    ("node", "/status", _condition("Ready"), False),
+    ("node", "/status", _condition("MemoryPressure", "True"), False),
+    ("node", "/status", _condition("GPUHealthyToo"), False),
+    ("node", "/status", _condition("MemoryPressure", **_REMOVED), False),
+    ("other node", "/status", _condition(CONDITION), False),
+    ("node", "/status", _condition(CONDITION, **_REMOVED), True),
+    ("node", "", _tainted(_OUR_TAINT, _THEIR_TAINT), True),
+    ("node", "", _tainted(_THEIR_TAINT, {**_OUR_TAINT, "value": "other"}), True),
+    ("node", "", _tainted(_OUR_TAINT, _THEIR_TAINT, _FOREIGN_TAINT), False),
+    ("node", "", _tainted(_OUR_TAINT, {**_THEIR_TAINT, "value": "other"}), False),
+    ("node", "", _tainted(_OUR_TAINT), False),
+    ("node", "", {"spec": {"taints": None}}, False),
+    ("node", "", {"spec": {"unschedulable": True, "taints": [_OUR_TAINT, _THEIR_TAINT]}}, False),
+    ("other node", "", _tainted(_OUR_TAINT), False),
+    ("node", "", _tainted(_THEIR_TAINT), True),
+    *(("node", "", _labelled(name), True) for name in _FEATURES),
+    *(("node", "", _labelled(_FEATURES[0], name), False) for name in _NOT_FEATURES),
+    ("other node", "", _labelled(_FEATURES[0]), False),
+    ("pod", "", _labelled(_FEATURES[0]), False),
+    ("node", "", _labelled(*_FEATURES, value=None), True),
+    ("pod", "", _labelled(_POD_LABEL, value="lost"), True),
+    ("pod", "", _labelled(_POD_LABEL, "app"), False),
+    ("pod", "", _labelled(_POD_LABEL, value=None), True),
+    ("node", "", _labelled(_POD_LABEL), False),
+    ("other node's pod", "", _labelled(_POD_LABEL), False),
+    ("unscheduled pod", "", _labelled(_POD_LABEL), False),
+]
+
+
+def test_the_policy_lets_each_agent_report_the_health_of_its_own_node(
+    deployed: Deployed, agent: Api, another_node: str
+) -> None:
+    """docs/node-status.md: its condition, its taint, labels of GPU Feature Discovery and a label of
+    pods; none of these for another node, and nothing beside them.
+    """
+    rig, paths = deployed.rig, _paths(deployed.rig, another_node)
+    strategic = "application/strategic-merge-patch+json"
+    rig.api.patch(paths["node"], _tainted(_THEIR_TAINT))
+    before = rig.api.get(paths["node"])
+    wrong = []
+    try:
+        for what, subresource, body, allowed in _HEALTH:
+            answer = _status(agent, "PATCH", paths[what] + subresource, body, strategic)
+            if answer != (200 if allowed else 403):
+                wrong.append((what + subresource, body, answer))
+        after = rig.api.get(paths["node"])
+    finally:
+        rig.api.patch(paths["node"], _tainted())
+    assert wrong == []
+    assert after["spec"] == before["spec"]
+    assert after["metadata"]["labels"] == before["metadata"]["labels"]
+    kinds = [{each["type"] for each in node["status"]["conditions"]} for node in (before, after)]
+    assert kinds[0] == kinds[1]
 
 
 # What is written into the status of a Node on which kubelet has written 4 of `_COUNTED`, and
