@@ -1,7 +1,8 @@
 """The agent as it is deployed: the image that scripts/image builds, the manifests as they are, a
 real API server that accepts them.
 
-Which of its rights that API server enforces is in test_manifests_rights.
+Which of its rights that API server enforces is in test_manifests_rights, and what it accepts in
+test_manifests_accepted.
 """
 
 from __future__ import annotations
@@ -16,51 +17,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.real_node.agents import GPU, kubelets_view, visible, wait_allocatable
 from tests.real_node.deployment import (
-    MANIFESTS,
     MERGE,
     NAMESPACE,
     SLOTS,
     Deployed,
     deployed_agent,
     kustomized,
-    room_for_components,
     wait_until_rolled_out,
 )
 from tests.real_node.rig import Rig
 from tests.real_node.rig.manifests import pod
-
-_COMPONENTS = sorted(path.name for path in (MANIFESTS / "components").iterdir())
-
-
-def test_the_api_server_accepts_every_manifest(rig: Rig) -> None:
-    """``kubectl apply -k manifests`` with strict validation creates all objects.
-    A second time nothing changes.
-    """
-    try:
-        created = rig.kubectl("apply", "-k", str(MANIFESTS), "--validate=strict").splitlines()
-        assert {line.split("/")[0].split(".")[0] for line in created} >= {
-            "namespace",
-            "serviceaccount",
-            "clusterrole",
-            "role",
-            "configmap",
-            "daemonset",
-            "validatingadmissionpolicy",
-        }
-        assert [line for line in created if not line.endswith("created")] == []
-        again = rig.kubectl("apply", "-k", str(MANIFESTS), "--validate=strict").splitlines()
-        assert [line for line in again if not line.endswith("unchanged")] == []
-        daemon_set = json.loads(
-            rig.kubectl("get", "daemonset", "vgpu-agent", "-n", NAMESPACE, "-o", "json")
-        )
-        # A node without the labels of a GPU gets no pod.
-        assert daemon_set["status"].get("desiredNumberScheduled", 0) == 0
-    finally:
-        rig.kubectl("delete", "-k", str(MANIFESTS), "--ignore-not-found", "--wait=true")
 
 
 @pytest.fixture(scope="module")
@@ -181,30 +150,6 @@ def _processes(command: str) -> list[int]:
 
 def _cgroup(pid: int) -> str:
     return Path(f"/proc/{pid}/cgroup").read_text().replace("-", "_")
-
-
-def test_every_component_builds_and_is_accepted(deployed: Deployed, tmp_path: Path) -> None:
-    """All of them at once, on top of the base, checked by the API server;
-    and what they add is what they say.
-    """
-    rig = deployed.rig
-    # own-node-only is in the base already, and the same object twice is an error. The last three
-    # exclude each other, and this API server has no policy/v1beta1.
-    left_out = {"own-node-only", "scheduler-1.24", "scheduler-1.21", "scheduler-1.20"}
-    objects = kustomized(rig, tmp_path, [name for name in _COMPONENTS if name not in left_out])
-    manifest = yaml.safe_dump_all(objects)
-    with room_for_components(rig):
-        rig.kubectl("apply", "-f", "-", "--dry-run=server", "--validate=strict", stdin=manifest)
-    found = {
-        (each["kind"], each["metadata"]["name"], each["metadata"].get("namespace", ""))
-        for each in objects
-    }
-    assert found >= {
-        ("ClusterRole", "vgpu-agent-eviction", ""),
-        ("Role", "vgpu-agent", "volcano-system"),
-        ("Role", "vgpu-agent", "kube-system"),
-        ("ValidatingAdmissionPolicy", "vgpu-agent-own-node-only", ""),
-    }
 
 
 def test_the_components_for_old_schedulers_change_the_one_for_new_ones(
