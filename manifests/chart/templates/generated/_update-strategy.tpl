@@ -2,5 +2,6 @@
 {{- define "vgpu-agent.updateStrategy" -}}
 type: RollingUpdate
 rollingUpdate:
-  maxUnavailable: 10%
+  maxSurge: 10%
+  maxUnavailable: 0
 {{- end }}
