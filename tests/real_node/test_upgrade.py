@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.alone]
 # More of both where the figures of docs/performance.md are measured.
 UPDATES = int(os.environ.get("UPGRADE_TEST_UPDATES", "3"))
 PAUSE_SECONDS = 0.2
+_WINDOW = re.compile(r"no healthy devices present|error reading from server: EOF")
 _LINE = re.compile(
     r".\d{4} (\d\d):(\d\d):(\d\d\.\d+) .*"
     r'"(Mark all resources Unhealthy for resource|Processed device updates for resource)"'
@@ -128,7 +129,8 @@ def _upgrade_under_load(
     report("window_ms", [round(1000 * window, 1) for window in sorted(windows)])
     assert longest < LONGEST_WINDOW_SECONDS, windows
     # The kubelet leaves a window that no agent can close, and some pods may hit it; no other fails.
-    assert all("no healthy devices present" in phase for phase in failed), failed
+    # It also cuts off the call that it makes at the moment at which the stream ends.
+    assert all(_WINDOW.search(phase) for phase in failed), failed
     assert len(failed) <= max(1, round(2 * sum(windows) / PAUSE_SECONDS)), (failed, windows)
 
 
