@@ -131,7 +131,9 @@ def test_a_failure_is_one_line_and_status_1(
     assert capsys.readouterr().err == "vgpu-agent: the address is in use\n"
 
 
-@pytest.mark.parametrize("command", ["run", "status", "why", "config", "sim", "demo", "version"])
+@pytest.mark.parametrize(
+    "command", ["run", "status", "doctor", "why", "config", "sim", "demo", "version"]
+)
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``--help`` exits 0; the commands that take options show examples."""
     with pytest.raises(SystemExit) as left:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from tests.cluster.fake_api import FakeApi
-from vgpu_agent.cluster.reviews import ACCESS_REVIEWS, TOKEN_REVIEWS, may_get
+from vgpu_agent.cluster.reviews import (
+    ACCESS_REVIEWS,
+    OWN_ACCESS_REVIEWS,
+    TOKEN_REVIEWS,
+    Right,
+    have,
+    may_get,
+)
 from vgpu_agent.errors import ClusterError
 
 USER = {"username": "prometheus", "uid": "u", "groups": ["g"], "extra": {"pod": ["p"]}}
@@ -20,7 +27,7 @@ class ReviewingApi(FakeApi):
 
     def __init__(self, token: Any, access: Any = None) -> None:
         super().__init__()
-        self.answers = {TOKEN_REVIEWS: token, ACCESS_REVIEWS: access}
+        self.answers = {TOKEN_REVIEWS: token, ACCESS_REVIEWS: access, OWN_ACCESS_REVIEWS: access}
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
 
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
@@ -70,3 +77,21 @@ async def test_an_answer_that_cannot_be_read_is_no_answer(token: Any, access: An
     """A proxy's page, say: an error, and neither yes nor no."""
     with pytest.raises(ClusterError, match="cannot be read"):
         await may_get(ReviewingApi(token, access), "secret", "/metrics")
+
+
+@pytest.mark.parametrize(
+    ("status", "allowed"),
+    [({"allowed": True}, True), ({"allowed": False}, False), ({}, False)],
+)
+async def test_a_right_of_our_own_is_asked_with_its_subresource(
+    status: dict[str, bool], *, allowed: bool
+) -> None:
+    """The API server counts ``nodes`` and ``nodes/status`` as two."""
+    api = ReviewingApi(None, {"status": status})
+    assert await have(api, Right("patch", "nodes/status", name="node-a")) is allowed
+    attributes = api.asked[0][1]["resourceAttributes"]
+    assert (attributes["resource"], attributes["subresource"], attributes["name"]) == (
+        "nodes",
+        "status",
+        "node-a",
+    )

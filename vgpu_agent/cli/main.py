@@ -2,8 +2,9 @@
 and an exit status.
 
 Exit status: 0 success, 1 failure, 2 wrong usage (flags or configuration), 130 interrupted. For
-``config check``, a wrong configuration is the result, and thus 1. A command is a module with
-`add_parser`; its parser leaves ``run`` in the parsed arguments.
+``config check``, a wrong configuration is the result, and thus 1. ``doctor`` returns the weight of
+its findings. A command is a module with `add_parser`; its parser leaves ``run`` in the parsed
+arguments.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _COMMANDS = {
         "vgpu_agent.cli.status",
         "show the GPUs, resources, pods and problems of the running agent",
     ),
+    "doctor": (
+        "vgpu_agent.cli.doctor",
+        "check what the agent needs of this node, with a remedy for each fault",
+    ),
     "scheduler": (
         "vgpu_agent.cli.scheduler",
         "place pods on Nodes, as an extender of kube-scheduler",
@@ -54,7 +59,7 @@ _COMMANDS = {
 }
 
 # These take the flags of all settings, and know them once their module is imported.
-_WITH_SETTINGS = ("run", "config")
+_WITH_SETTINGS = ("run", "doctor", "config")
 
 _EXAMPLES = """\
 examples:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import email.utils
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -27,7 +28,7 @@ import msgspec
 from vgpu_agent.cluster import answers, api
 from vgpu_agent.cluster.connections import Connections
 from vgpu_agent.cluster.lists import LONGEST_OBJECT_BYTES
-from vgpu_agent.errors import ClusterError
+from vgpu_agent.errors import ClusterError, quoted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -109,6 +110,25 @@ class ApiClient:
             "preconditions": {"uid": uid},
         }
         return await self._ask("DELETE", path, body=options, content_type="application/json")
+
+    async def server_seconds(self) -> float:
+        """Return the API server's clock, in unix seconds. Its resolution is a second.
+
+        Raises:
+            ClusterError: no answer, or one without a time.
+        """
+        seconds = api.REQUEST_TIMEOUT_SECONDS
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_TIMEOUT_SECONDS)
+        path = "/version"
+        async with self._answered("GET", path, timeout) as response:
+            date = response.headers.get("Date", "")
+        try:
+            return email.utils.parsedate_to_datetime(date).timestamp()
+        except ValueError as err:
+            raise ClusterError(
+                f"GET {path}: the answer has no time ({quoted(date)}); look for a proxy between "
+                "this node and the API server"
+            ) from err
 
     async def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Yield the list at ``path``, in pieces as they arrive, to save memory.

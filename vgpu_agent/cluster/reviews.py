@@ -1,7 +1,7 @@
 """The identity and the rights of a client, by its token, as the API server reports them
-(TokenReview, SubjectAccessReview).
+(TokenReview, SubjectAccessReview), and the rights of this process (SelfSubjectAccessReview).
 
-Used by `agent` for scrapers.
+Used by `agent` for scrapers, and by ``vgpu-agent doctor``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,27 @@ if TYPE_CHECKING:
 
 TOKEN_REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"  # noqa: S105 - a path
 ACCESS_REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+OWN_ACCESS_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
 _Answer = TypeVar("_Answer")
+
+
+class Right(msgspec.Struct, frozen=True):
+    """A right at the API server: one verb on one resource of a group.
+
+    Attributes:
+        verb: as in RBAC, e.g. ``patch``.
+        resource: with its subresource, e.g. ``nodes/status``.
+        group: the API group; empty for the core group.
+        namespace: empty for all namespaces, or for a resource that has none.
+        name: of the one object; empty for all.
+    """
+
+    verb: str
+    resource: str
+    group: str = ""
+    namespace: str = ""
+    name: str = ""
 
 
 class _User(msgspec.Struct):
@@ -73,6 +92,31 @@ async def may_get(api: Api, token: str, path: str) -> bool:
         },
     }
     access = _decoded(await api.post(ACCESS_REVIEWS, body), _AccessReview).status
+    return access.allowed and not access.denied
+
+
+async def have(api: Api, right: Right) -> bool:
+    """Tell whether this process has ``right``.
+
+    Raises:
+        ClusterError: no answer, or one that cannot be read.
+    """
+    resource, _, subresource = right.resource.partition("/")
+    body: dict[str, Any] = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {
+            "resourceAttributes": {
+                "verb": right.verb,
+                "group": right.group,
+                "resource": resource,
+                "subresource": subresource,
+                "namespace": right.namespace,
+                "name": right.name,
+            }
+        },
+    }
+    access = _decoded(await api.post(OWN_ACCESS_REVIEWS, body), _AccessReview).status
     return access.allowed and not access.denied
 
 

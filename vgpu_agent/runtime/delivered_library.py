@@ -145,6 +145,18 @@ class DeliveredLibrary:
             )
         return path
 
+    def check(self) -> str:
+        """Check the operator's library as `install` does, change nothing, and return its path.
+        Blocks.
+
+        Raises:
+            HostFileError: there is no library, or it cannot be used on this node; the message has
+                the remedy.
+        """
+        self._signature()
+        self._checked(self.read(self.source, product=self._recognition.product))
+        return self.source
+
     def read(self, path: str, *, product: str) -> bytes:
         """Return the content of a delivered file.
 

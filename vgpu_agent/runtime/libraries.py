@@ -62,6 +62,18 @@ class Libraries:
             installed[name] = InstalledLibrary(library.path, trouble, library.locks)
         return installed
 
+    def check(self, settings: Settings) -> Mapping[str, InstalledLibrary]:
+        """Check each library that these settings call for, without installing it. Blocks."""
+        checked = {}
+        for name in used_backends(settings):
+            path = trouble = ""
+            try:
+                path = self._delivered[name].check()
+            except HostFileError as err:
+                trouble = str(err)
+            checked[name] = InstalledLibrary(path, trouble)
+        return checked
+
 
 def used_backends(settings: Settings) -> tuple[str, ...]:
     """Return the backends whose library a family that is on needs, in their order."""

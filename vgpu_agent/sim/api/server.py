@@ -12,7 +12,9 @@ Rules of objects are in `sim.api.objects`; here are HTTP, selectors, pages, and 
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import inspect
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 _MAX_BODY_BYTES = 16 * 1024 * 1024
 _PAGES_KEPT = 100
+# answered to every client, and not recorded
+_VERSION = "/version"
+_OWN_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 _MERGE_PATCH, _STRATEGIC_PATCH = (
     "application/merge-patch+json",
     "application/strategic-merge-patch+json",
@@ -55,6 +60,9 @@ class ApiServer:
             list.
         faults: the faults to come; see `sim.api.faults`.
         tokens: the bearer tokens that are accepted; empty accepts every client.
+        denied: the rights, (verb, resource), that a SelfSubjectAccessReview denies. Requests are
+            carried out all the same.
+        clock_offset_seconds: how far the server's clock is ahead, in the header ``Date``.
         before_write: called with each write before anything is changed, and awaited when it can be;
             if it raises, the request is answered with 500.
         after_write: the same after the change, before the answer is sent.
@@ -73,6 +81,8 @@ class ApiServer:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.tokens: set[str] = set()
+        self.denied: set[tuple[str, str]] = set()
+        self.clock_offset_seconds = 0.0
         self.before_write: Hook | None = None
         self.after_write: Hook | None = None
         self._bookmark_seconds = bookmark_seconds
@@ -182,6 +192,12 @@ class ApiServer:
         return Path(path)
 
     async def _answer(self, web_request: web.Request) -> web.StreamResponse:
+        if web_request.path == _VERSION:
+            now = time.time() + self.clock_offset_seconds
+            date = email.utils.formatdate(now, usegmt=True)
+            return _json({"gitVersion": "v0.0.0-simulated"}, 200, {"Date": date})
+        if web_request.path == _OWN_REVIEWS:
+            return self._reviewed(await web_request.json())
         try:
             request = await parse_request(web_request)
         except ApiRefusalError as err:
@@ -193,6 +209,12 @@ class ApiServer:
             response = _json(err.status, err.code)
         request.status = response.status
         return response
+
+    def _reviewed(self, review: Any) -> web.Response:
+        asked = review["spec"]["resourceAttributes"]
+        resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+        allowed = (asked["verb"], resource) not in self.denied
+        return _json({**review, "status": {"allowed": allowed}}, 201)
 
     async def _answer_parsed(
         self, web_request: web.Request, request: Request

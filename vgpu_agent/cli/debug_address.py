@@ -1,0 +1,124 @@
+"""The running agent as the commands of the same machine reach it: its debug address, and the
+answers that it gives there.
+
+Used by ``status``, ``top``, ``doctor`` and ``support-bundle``. It needs nothing of the node but
+that port, so it also works inside the agent's pod and through a port forward. Plain http.client: no
+proxy from the environment may come between the agent and the loopback interface, and aiohttp takes
+long to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+
+from vgpu_agent.errors import AgentError, ConfigError, ListenError
+from vgpu_agent.web.address import Address, parse
+
+ENVIRONMENT = "VGPU_AGENT_DEBUG_LISTEN"
+DEFAULT = "127.0.0.1:9395"
+# An overview of the largest node has a few MiB. Another program at this address may send no end.
+_LARGEST_BYTES = 64 * 1024 * 1024
+_TIMEOUT_SECONDS = 5.0
+_LONGEST_TIMEOUT_SECONDS = 3600
+
+
+class NoAgentError(AgentError):
+    """Nothing listens at the debug address."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--debug-listen`` and ``--timeout``."""
+    parser.add_argument(
+        "--debug-listen", metavar="ADDR", help=f"where the agent serves /debug (default {DEFAULT})"
+    )
+    add_timeout(parser, "how long to wait for the agent", _TIMEOUT_SECONDS)
+
+
+def add_timeout(parser: argparse.ArgumentParser, purpose: str, default_seconds: float) -> None:
+    """Declare ``--timeout``."""
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=default_seconds,
+        help=f"{purpose} (default {default_seconds:g})",
+    )
+
+
+def address(flag: str | None) -> Address:
+    """Return the address at which the agent is reached: that of the flag, of the environment, or
+    the default.
+
+    Raises:
+        ConfigError: the address makes no sense.
+    """
+    given = (
+        ("--debug-listen", flag)
+        if flag
+        else (f"environment variable {ENVIRONMENT}", os.environ.get(ENVIRONMENT))
+    )
+    try:
+        return parse(given[1] or DEFAULT).reachable
+    except ListenError as err:
+        raise ConfigError([f"{given[0]}: {err}"]) from err
+
+
+def fetch(where: Address, path: str, timeout_seconds: float) -> bytes:
+    """Return the body of the agent's answer to a GET of ``path``.
+
+    Raises:
+        NoAgentError: nothing listens there.
+        AgentError: the agent cannot be reached or refuses, or another program answers. The message
+            is one line with the remedy.
+    """
+    connection = http.client.HTTPConnection(where.host, where.port, timeout=timeout_seconds)
+    try:
+        connection.request("GET", path, headers={"Accept": "application/json"})
+        answer = connection.getresponse()
+        body = answer.read(_LARGEST_BYTES + 1)
+    except ConnectionRefusedError as err:
+        raise NoAgentError(
+            f"cannot reach the agent at {where}: connection refused; is it running? If it "
+            "listens elsewhere, name its address with --debug-listen"
+        ) from err
+    except TimeoutError as err:
+        raise AgentError(
+            f"the agent at {where} did not answer within {timeout_seconds:g} s; look into its "
+            "log, or wait longer with --timeout"
+        ) from err
+    except http.client.HTTPException as err:
+        raise AgentError(
+            f"the server at {where} does not speak HTTP ({type(err).__name__}); check "
+            "--debug-listen"
+        ) from err
+    except OSError as err:
+        raise AgentError(
+            f"cannot reach the agent at {where}: {err.strerror or err}; check --debug-listen"
+        ) from err
+    finally:
+        connection.close()
+    if answer.status != http.HTTPStatus.OK:
+        raise AgentError(
+            f"{where} answers {path} with {answer.status} {answer.reason}; is that the agent's "
+            "debug address?"
+        )
+    if len(body) > _LARGEST_BYTES:
+        raise AgentError(
+            f"{where} answers {path} with more than {_LARGEST_BYTES >> 20} MiB; check "
+            "--debug-listen"
+        )
+    return body
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST_TIMEOUT_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"expected seconds above 0 and up to {_LONGEST_TIMEOUT_SECONDS}, got {text!r}"
+        )
+    return seconds
