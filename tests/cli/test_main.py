@@ -132,7 +132,8 @@ def test_a_failure_is_one_line_and_status_1(
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "status", "doctor", "why", "config", "sim", "demo", "version"]
+    "command",
+    ["run", "status", "doctor", "support-bundle", "why", "config", "sim", "demo", "version"],
 )
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``--help`` exits 0; the commands that take options show examples."""

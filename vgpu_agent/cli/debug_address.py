@@ -65,8 +65,14 @@ def address(flag: str | None) -> Address:
         raise ConfigError([f"{given[0]}: {err}"]) from err
 
 
-def fetch(where: Address, path: str, timeout_seconds: float) -> bytes:
+def fetch(where: Address, path: str, timeout_seconds: float, *, failing: bool = False) -> bytes:
     """Return the body of the agent's answer to a GET of ``path``.
+
+    Args:
+        where: the agent's address.
+        path: with its query.
+        timeout_seconds: for each step of the request.
+        failing: also return the answer of a probe that fails, with status 503.
 
     Raises:
         NoAgentError: nothing listens there.
@@ -99,7 +105,9 @@ def fetch(where: Address, path: str, timeout_seconds: float) -> bytes:
         ) from err
     finally:
         connection.close()
-    if answer.status != http.HTTPStatus.OK:
+    if answer.status != http.HTTPStatus.OK and not (
+        failing and answer.status == http.HTTPStatus.SERVICE_UNAVAILABLE
+    ):
         raise AgentError(
             f"{where} answers {path} with {answer.status} {answer.reason}; is that the agent's "
             "debug address?"

@@ -116,10 +116,10 @@ def examine(flags: Mapping[str, str], address: Address) -> Iterator[Finding]:
         flags: the settings of the command line, as from `options.given`.
         address: the debug address of an agent that may run here.
     """
-    agent, trouble = _running_agent(address)
+    agent, trouble = running_agent(address)
     if trouble:
         yield Finding("agent", Level.ERROR, trouble, "see its log, or docs/troubleshooting.md")
-    settings, findings = _settings(flags, address, agent=agent is not None)
+    settings, findings = settings_in_force(flags, address, agent=agent is not None)
     yield from findings
     node = Node(settings, agent, in_container=node_checks.is_in_container())
     for name, check in CHECKS:
@@ -148,7 +148,7 @@ def _within_time(name: str, check: Callable[[], Iterable[Finding]]) -> tuple[Fin
     return (Finding(name, Level.ERROR, text, "see dmesg: a driver or a file system hangs"),)
 
 
-def _running_agent(address: Address) -> tuple[RunningAgent | None, str]:
+def running_agent(address: Address) -> tuple[RunningAgent | None, str]:
     """Return the agent that runs here, and why one that listens cannot be read."""
     try:
         overview = debug_address.fetch(address, "/debug/status", _ASK_SECONDS)
@@ -164,7 +164,7 @@ def _running_agent(address: Address) -> tuple[RunningAgent | None, str]:
     return RunningAgent(found, answer.nvml, answer.gpus), ""
 
 
-def _settings(
+def settings_in_force(
     flags: Mapping[str, str], address: Address, *, agent: bool
 ) -> tuple[Settings, list[Finding]]:
     """Return the settings to check with, and the findings about them."""
@@ -189,13 +189,11 @@ def _settings(
 def _loaded(
     flags: Mapping[str, str], name: str, findings: list[Finding]
 ) -> tuple[Settings, list[Finding]]:
-    environment = os.environ
-    named = options.CONFIG_FLAG in flags or environment.get(options.CONFIG_VARIABLE)
-    if not named and os.path.exists(_MOUNTED_CONFIG):
-        flags = {**flags, options.CONFIG_FLAG: _MOUNTED_CONFIG}
+    if (file := config_file(flags)) is not None:
+        flags = {**flags, options.CONFIG_FLAG: file}
     remedy = "vgpu-agent config check says more; docs/configuration.md has every key"
     try:
-        loaded = load.load(flags, environment)
+        loaded = load.load(flags, os.environ)
     except ConfigError as err:
         findings += [Finding(name, Level.ERROR, problem, remedy) for problem in err.problems]
         return schema.root()(), findings
@@ -205,6 +203,14 @@ def _loaded(
         text = loaded.files or "the defaults, the environment and the flags (no file)"
         findings.append(Finding(name, Level.OK, text))
     return loaded.settings, findings
+
+
+def config_file(flags: Mapping[str, str]) -> str | None:
+    """Return the configuration file: that of the flags, of the environment, or the one that the
+    DaemonSet mounts, if it is there.
+    """
+    named = flags.get(options.CONFIG_FLAG) or os.environ.get(options.CONFIG_VARIABLE)
+    return named or (_MOUNTED_CONFIG if os.path.exists(_MOUNTED_CONFIG) else None)
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:

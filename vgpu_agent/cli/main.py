@@ -36,6 +36,10 @@ _COMMANDS = {
         "vgpu_agent.cli.doctor",
         "check what the agent needs of this node, with a remedy for each fault",
     ),
+    "support-bundle": (
+        "vgpu_agent.cli.support_bundle",
+        "collect all that a bug report needs in one archive",
+    ),
     "scheduler": (
         "vgpu_agent.cli.scheduler",
         "place pods on Nodes, as an extender of kube-scheduler",
@@ -59,7 +63,7 @@ _COMMANDS = {
 }
 
 # These take the flags of all settings, and know them once their module is imported.
-_WITH_SETTINGS = ("run", "doctor", "config")
+_WITH_SETTINGS = ("run", "doctor", "support-bundle", "config")
 
 _EXAMPLES = """\
 examples:
