@@ -133,7 +133,7 @@ def test_a_failure_is_one_line_and_status_1(
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "status", "doctor", "support-bundle", "why", "config", "sim", "demo", "version"],
+    ["run", "status", "top", "doctor", "support-bundle", "why", "config", "sim", "demo", "version"],
 )
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``--help`` exits 0; the commands that take options show examples."""
@@ -155,7 +155,14 @@ def test_the_top_help_shows_every_command_and_examples(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "argv", [["version"], ["status", "--help"], ["why", "--help"], ["config", "example"]]
+    "argv",
+    [
+        ["version"],
+        ["status", "--help"],
+        ["top", "--help"],
+        ["why", "--help"],
+        ["config", "example"],
+    ],
 )
 def test_small_commands_do_not_load_the_agents_libraries(argv: list[str]) -> None:
     """``status`` in a shell loop on a busy node must not import a gRPC stack and an HTTP server."""

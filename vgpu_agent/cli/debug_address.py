@@ -41,7 +41,7 @@ def add_timeout(parser: argparse.ArgumentParser, purpose: str, default_seconds: 
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=_seconds,
+        type=seconds,
         default=default_seconds,
         help=f"{purpose} (default {default_seconds:g})",
     )
@@ -120,13 +120,18 @@ def fetch(where: Address, path: str, timeout_seconds: float, *, failing: bool = 
     return body
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Parse a number of seconds for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or out of range.
+    """
     try:
-        seconds = float(text)
+        found = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= _LONGEST_TIMEOUT_SECONDS:
+        found = 0.0
+    if not 0 < found <= _LONGEST_TIMEOUT_SECONDS:
         raise argparse.ArgumentTypeError(
             f"expected seconds above 0 and up to {_LONGEST_TIMEOUT_SECONDS}, got {text!r}"
         )
-    return seconds
+    return found

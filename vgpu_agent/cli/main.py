@@ -32,6 +32,7 @@ _COMMANDS = {
         "vgpu_agent.cli.status",
         "show the GPUs, resources, pods and problems of the running agent",
     ),
+    "top": ("vgpu_agent.cli.top", "show what of each GPU is given and used, live"),
     "doctor": (
         "vgpu_agent.cli.doctor",
         "check what the agent needs of this node, with a remedy for each fault",

@@ -240,8 +240,9 @@ def check_runtime(node: Node) -> Iterator[Finding]:
     """NVIDIA's container runtime."""
     name = "container runtime"
     if node.in_container:
-        driver = node.agent is not None or _driver_is_mounted(node)
-        if driver:
+        if node.agent is not None:
+            yield _ok(name, "the running agent has loaded the driver's library")
+        elif _driver_is_mounted(node):
             yield _ok(name, "this container has the driver's library, so a runtime put it there")
         else:
             yield _error(

@@ -117,7 +117,11 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="replace the names of pods and namespaces by numbered ones",
     )
-    parser.add_argument("--log", metavar="FILE", help="add the end of this file, the agent's log")
+    parser.add_argument(
+        "--log",
+        metavar="FILE",
+        help="add the end of this file, the agent's log; - for standard input",
+    )
     debug_address.add_timeout(parser, "how long one part may take", _PART_SECONDS)
     options.add_arguments(parser)
     parser.set_defaults(run=run)
@@ -291,6 +295,11 @@ def _beginning_of(path: str) -> bytes:
 
 
 def _end_of(path: str) -> bytes:
+    if path == "-":
+        kept = b""
+        while piece := sys.stdin.buffer.read(_MIB):
+            kept = (kept + piece)[-_MAX_PART_BYTES:]
+        return kept
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_PART_BYTES))
         return file.read(_MAX_PART_BYTES)
