@@ -176,3 +176,19 @@ def test_small_commands_do_not_load_the_agents_libraries(argv: list[str]) -> Non
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
     assert ran.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_commands_for_people_on_call_load_next_to_nothing(command: str) -> None:
+    """Not even an event loop, the log or the families: each takes longer than all else they do."""
+    program = (
+        "import sys\nfrom vgpu_agent.cli.main import main\n"
+        f"main([{command!r}, '--debug-listen', '127.0.0.1:1'])\n"
+        "print(sorted({'asyncio', 'structlog', 'vgpu_agent.families', 'vgpu_agent.model'} & "
+        "set(sys.modules)))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert "connection refused" in ran.stderr
+    assert ran.stdout == "[]\n"

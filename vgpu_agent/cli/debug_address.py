@@ -105,16 +105,17 @@ def fetch(where: Address, path: str, timeout_seconds: float, *, failing: bool = 
         ) from err
     finally:
         connection.close()
+    shown = path.partition("?")[0]
     if answer.status != http.HTTPStatus.OK and not (
         failing and answer.status == http.HTTPStatus.SERVICE_UNAVAILABLE
     ):
         raise AgentError(
-            f"{where} answers {path} with {answer.status} {answer.reason}; is that the agent's "
+            f"{where} answers {shown} with {answer.status} {answer.reason}; is that the agent's "
             "debug address?"
         )
     if len(body) > _LARGEST_BYTES:
         raise AgentError(
-            f"{where} answers {path} with more than {_LARGEST_BYTES >> 20} MiB; check "
+            f"{where} answers {shown} with more than {_LARGEST_BYTES >> 20} MiB; check "
             "--debug-listen"
         )
     return body

@@ -7,7 +7,6 @@ Imports no HTTP library, so that the command line stays quick to start.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import socket
 from typing import NamedTuple
@@ -73,6 +72,8 @@ async def bind(address: Address, *, flag: str) -> socket.socket:
         ListenError: the address cannot be listened on; the message names it, the cause and the
             remedy.
     """
+    import asyncio  # noqa: PLC0415 - clients only parse addresses, and must start quickly
+
     try:
         if not address.host:
             return _bind_everywhere(address.port)

@@ -17,7 +17,7 @@ import msgspec
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.registry import FAMILIES
-from vgpu_agent.web import allocations, binding, cluster, explain, uses, views
+from vgpu_agent.web import allocations, binding, cluster, explain, page, uses, views
 from vgpu_agent.web.shapes import shown, when
 
 if TYPE_CHECKING:
@@ -54,12 +54,15 @@ class DebugPath(NamedTuple):
         description: one sentence, shown in the index.
         parameters: the query parameters, except ``pretty``, which all paths accept.
         answer: returns the answer to a request, ready for `to_json`.
+        as_text: returns an answer as text for a terminal, for the parameter ``text``; None for
+            paths without that parameter.
     """
 
     path: str
     description: str
     parameters: tuple[str, ...]
     answer: Callable[[DebugRequest], Any]
+    as_text: Callable[[Any], str] | None = None
 
 
 def to_json(answer: Any, *, pretty: bool = False) -> bytes:
@@ -186,6 +189,8 @@ def _allocations(request: DebugRequest) -> dict[str, Any]:
 
 def _explain(request: DebugRequest) -> explain.Explanation | dict[str, Any]:
     if "pod" not in request.query:
+        if "text" in request.query:
+            raise BadRequestError("text is for one pod; write ?text&pod=NAMESPACE/NAME")
         return {"ask": "?pod=NAMESPACE/NAME", "pods": explain.pods(request.status)}
     return explain.explain(request.status, request.now, _pod_asked_for(request))
 
@@ -342,7 +347,11 @@ def _index(_: DebugRequest) -> dict[str, Any]:
 PATHS: tuple[DebugPath, ...] = (
     DebugPath("/debug/", "This list.", (), _index),
     DebugPath(
-        "/debug/status", "The whole node on one page: what `vgpu-agent status` prints.", (), _status
+        "/debug/status",
+        "The whole node on one page: what `vgpu-agent status` prints (text).",
+        ("text",),
+        _status,
+        page.as_text,
     ),
     DebugPath(
         "/debug/devices",
@@ -367,9 +376,10 @@ PATHS: tuple[DebugPath, ...] = (
     DebugPath(
         "/debug/explain",
         "The reason why a pod does not start, or the GPU that it has, with the evidence "
-        "(pod=namespace/name).",
-        ("pod",),
+        "(pod=namespace/name; text).",
+        ("pod", "text"),
         _explain,
+        page.explained,
     ),
     DebugPath(
         "/debug/pods",

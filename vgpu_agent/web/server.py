@@ -364,7 +364,10 @@ class WebServer:
             parsed = debug.parse_request(
                 *self._snapshot(), request.query.items(), entry.parameters, entry.path
             )
-            return _json(200, entry.answer(parsed), pretty="pretty" in parsed.query)
+            found = entry.answer(parsed)
+            if entry.as_text is not None and "text" in parsed.query:
+                return web.Response(text=entry.as_text(found))
+            return _json(200, found, pretty="pretty" in parsed.query)
 
         return answer
 

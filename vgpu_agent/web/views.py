@@ -1,7 +1,7 @@
 """The public JSON types of ``/debug``, and their values for an `AgentStatus`.
 
 These types are separate from the agent's own, so that an internal change cannot silently change the
-JSON that scripts read. ``vgpu-agent status`` decodes the same types that `web.debug` encodes. From
+JSON that scripts read. ``vgpu-agent doctor`` decodes the same types that `web.debug` encodes. From
 1.0.0 on, fields may be added but are never renamed. Unknown fields are ignored and missing ones
 have defaults, so an older command line can read a newer agent, and the other way round.
 
