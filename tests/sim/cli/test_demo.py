@@ -142,7 +142,9 @@ def test_the_node_that_stays_up_survives_the_death_of_its_agent(demos: Callable[
     and Ctrl-C ends it with 0.
     """
     demo = demos()
-    demo.until(lambda: "The agent's log is" in demo.said)
+    demo.until(lambda: "The page of this node: http://127.0.0.1:9394/\n" in demo.said)
+    assert "\n── 9/9 MPS" in demo.said
+    assert "\033" not in demo.said  # no terminal
     (agent,) = demo.agents()
     os.kill(agent, signal.SIGKILL)
     demo.until(lambda: "ready again and knows the 6 containers" in demo.said)
@@ -151,12 +153,15 @@ def test_the_node_that_stays_up_survives_the_death_of_its_agent(demos: Callable[
     commands = re.findall(
         r"^  ((?:\.venv/bin/vgpu-agent|curl|sed) .*?)(?:  +[a-z].*)?$", demo.said, re.MULTILINE
     )
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         _type(command)
+    demo.until(lambda: "GPU 1: Unhealthy: XID 79" in demo.said)
+    demo.until(lambda: "nvidia.com/gpu: 16 of 16 ids are healthy" in demo.said)
+    assert "GPU 1: Healthy" in demo.said
 
     second = demos()  # the usual ports are taken now
-    second.until(lambda: "The agent's log is" in second.said)
+    second.until(lambda: "The page of this node" in second.said)
     assert "Something else listens on port 9394, so this agent took 127.0.0.1:" in second.said
     assert re.search(r"vgpu-agent status --debug-listen 127\.0\.0\.1:\d+\n", second.said)
     second.process.terminate()

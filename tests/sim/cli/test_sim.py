@@ -73,6 +73,9 @@ def test_create_takes_a_numa_node_for_each_gpu(tmp_path: Path) -> None:
 def test_list_as_a_table_and_as_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For people and for scripts, the same facts."""
     _sim("lose", directory, "--gpu", 1)
+    assert capsys.readouterr().out == (
+        f"GPU 1 of {directory} has fallen off the bus; undo it with `sim restore`\n"
+    )
     _sim("list", directory)
     table = capsys.readouterr().out.splitlines()
     _sim("list", directory, "--json")
@@ -138,6 +141,17 @@ def test_xid_mig_and_health_reach_nvml(directory: Path, capsys: pytest.CaptureFi
         assert pynvml.nvmlDeviceGetUtilizationRates(handle).gpu == 60
         _sim("utilisation", directory, "--gpu", 0, "--percent", "auto")
         assert pynvml.nvmlDeviceGetUtilizationRates(handle).gpu == 0
+        assert capsys.readouterr().out.splitlines() == [
+            f"GPU 0 of {directory} has reported XID 79, MIG instance 7:0",
+            f"GPU 0 of {directory} has the recovery action drain-and-reset",
+            (
+                f"GPU 0 of {directory} has remapped 0 rows for corrected and 2 for uncorrected "
+                "errors, more are pending"
+            ),
+            f"GPU 0 of {directory} has 77 °C",
+            f"GPU 0 of {directory} has a utilisation of 60 %",
+            f"GPU 0 of {directory} has the utilisation of its processes",
+        ]
         _sim("mig", directory, "--gpu", 0, "--profiles", "3g.40gb, 1g.10gb")
         assert pynvml.nvmlDeviceGetMigMode(handle) == [1, 1]
         assert len(capsys.readouterr().out.splitlines()) == 2
@@ -145,7 +159,7 @@ def test_xid_mig_and_health_reach_nvml(directory: Path, capsys: pytest.CaptureFi
         assert pynvml.nvmlDeviceGetMigMode(handle) == [0, 0]
 
 
-def test_faults_are_set_and_cleared(directory: Path) -> None:
+def test_faults_are_set_and_cleared(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A running client meets them at its next call."""
     with nvml_on(SimulatedNode.open(directory)):
         handle = pynvml.nvmlDeviceGetHandleByIndex(1)
@@ -168,6 +182,11 @@ def test_faults_are_set_and_cleared(directory: Path) -> None:
         _sim("fault", directory, "nvmlDeviceGet*", "--code", 15)
         _sim("fault", directory, "--clear")
         pynvml.nvmlDeviceGetMemoryInfo(handle)
+    assert capsys.readouterr().out.splitlines() == [
+        "calls of nvmlDeviceGetMemoryInfo of GPU 1 take 1 ms and fail with NVML code 999 1 times",
+        "calls of nvmlDeviceGet* fail with NVML code 15",
+        f"{directory} has no faults now",
+    ]
 
 
 def test_a_process_runs_until_it_is_interrupted(directory: Path) -> None:

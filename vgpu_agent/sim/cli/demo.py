@@ -34,12 +34,16 @@ from vgpu_agent.sim.cli.demo_volcano import play_volcano
 from vgpu_agent.sim.cli.narrator import Narrator
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vgpu_agent.sim.kubelet.kubelet import Pod, SimulatedKubelet
     from vgpu_agent.sim.state import SimulatedNode
 
 _GPU = "nvidia.com/gpu"
 _REPLICAS = 4
 _QUIET_SECONDS = 2
+_SCENES = 9  # five here, and one of each of the other stories
+_FOLLOW_SECONDS = 0.5
 _PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that the README's commands work
 # signals that end the demo, besides Ctrl-C
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
@@ -110,7 +114,7 @@ class _Demo:
     def __init__(self, directory: Path, *, check: bool) -> None:
         self._directory = directory
         self._check = check
-        self._narrator = Narrator()
+        self._narrator = Narrator(_SCENES)
         self._kubelet: SimulatedKubelet
         self._node: SimulatedNode
         self._agent: AgentProcess
@@ -149,11 +153,12 @@ class _Demo:
             constants={"vgpu_agent.gpu.watch:POLL_SECONDS": 1.0},
         )
         try:
-            await self._scenes()
-            await play_volcano(self._directory / "volcano", self._narrator)
-            await play_vgpu_manager(self._directory / "manager", self._narrator)
-            await play_scheduler(self._directory / "scheduler", self._narrator)
-            await play_mps(self._directory / "mps", self._narrator)
+            async with self._narrator.counting():
+                await self._scenes()
+                await play_volcano(self._directory / "volcano", self._narrator)
+                await play_vgpu_manager(self._directory / "manager", self._narrator)
+                await play_scheduler(self._directory / "scheduler", self._narrator)
+                await play_mps(self._directory / "mps", self._narrator)
             self._narrator.say(
                 f"\n{self._narrator.proofs} things checked in {time.monotonic() - began:.1f} s."
             )
@@ -276,9 +281,10 @@ class _Demo:
 
     async def _stay(self) -> None:
         agent = self._agent
-        status = ".venv/bin/vgpu-agent status"
+        status, top = ".venv/bin/vgpu-agent status", ".venv/bin/vgpu-agent top"
         if agent.debug_address != f"127.0.0.1:{_DEBUG_PORT}":
             status += f" --debug-listen {agent.debug_address}"
+            top += f" --debug-listen {agent.debug_address}"
         for address, usual in (
             (agent.public_address, _PUBLIC_PORT),
             (agent.debug_address, _DEBUG_PORT),
@@ -287,22 +293,25 @@ class _Demo:
                 self._narrator.say(
                     f"\nSomething else listens on port {usual}, so this agent took {address}."
                 )
-        self._narrator.say(
+        self._narrator.command(
             f"""
 The node stays up until Ctrl-C. In another terminal, in this folder:
 
   {status}
+  {top}
   curl '{agent.debug_address}/debug/pods?pretty'               who holds which GPU
   curl '{agent.debug_address}/debug/events?since=5m&pretty'    what happened
   curl '{agent.debug_address}/debug/?pretty'                   what else there is to ask
   curl {agent.public_address}/metrics
 
-Break a GPU ({_QUIET_SECONDS} s later it is back), and change the number of shares:
+Break a GPU ({_QUIET_SECONDS} s later it is back), and change the number of shares. What
+the agent makes of it is shown here:
 
   .venv/bin/vgpu-agent sim xid {self._directory}/node --gpu 1 --code 79
   sed -i 's/replicas: {_REPLICAS}/replicas: {2 * _REPLICAS}/' {self._directory}/config.yaml
 
-A browser shows http://{agent.public_address}/. The agent's log is {agent.log_path}."""
+The agent's log is {agent.log_path}.
+The page of this node: http://{agent.public_address}/"""
         )
         ended: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
         for number in (signal.SIGINT, *_ENDINGS):
@@ -312,24 +321,50 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
             self._narrator.say("\nEnded. Agent, node and logs are gone.")
 
     async def _keep_running(self, ended: asyncio.Future[signal.Signals]) -> None:
-        """Start the agent again whenever it dies, as kubelet would, until ``ended``."""
-        while True:
-            death = asyncio.ensure_future(self._agent.wait(timeout_seconds=math.inf))
+        """Start the agent again whenever it dies, as kubelet would, until ``ended``, and tell what
+        it makes of changes of the node.
+        """
+        death = asyncio.ensure_future(self._agent.wait(timeout_seconds=math.inf))
+        told = await self._state()
+        while not ended.done():
             either: list[asyncio.Future[Any]] = [death, ended]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                death.cancel()
-                return
-            self._narrator.say(
-                f"\nThe agent has ended ({_how(death.result())}). On a node, kubelet starts it "
-                "again; so do we."
-            )
-            await self._agent.start()
-            await self._agent.until_ready()
-            grants = (await self._agent.get("/debug/ledger"))["grants"]
-            self._narrator.say(
-                f"It is ready again and knows the {len(grants)} containers that hold shares."
-            )
+            await asyncio.wait(either, timeout=_FOLLOW_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if death.done() and not ended.done():
+                await self._start_again(death.result())
+                death = asyncio.ensure_future(self._agent.wait(timeout_seconds=math.inf))
+            told = self._tell_changes(told, await self._state())
+        death.cancel()
+
+    async def _start_again(self, status: int) -> None:
+        self._narrator.say(
+            f"\nThe agent has ended ({_how(status)}). On a node, kubelet starts it again; so do we."
+        )
+        await self._agent.start()
+        await self._agent.until_ready()
+        grants = (await self._agent.get("/debug/ledger"))["grants"]
+        self._narrator.say(
+            f"It is ready again and knows the {len(grants)} containers that hold shares."
+        )
+
+    async def _state(self) -> dict[str, str]:
+        """Return the state of each GPU and of each resource, as the agent has it; nothing while it
+        does not answer.
+        """
+        try:
+            status = await self._agent.get("/debug/status")
+        except SimulationError:
+            return {}
+        gpus = {f"GPU {gpu['index']}": _health(gpu) for gpu in status["gpus"]}
+        return gpus | {
+            resource["resource"]: f"{resource['ids_healthy']} of {resource['ids']} ids are healthy"
+            for resource in status["resources"]
+        }
+
+    def _tell_changes(self, before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+        for part, state in now.items():
+            if state != before.get(part, state):
+                self._narrator.say(f"   {time.strftime('%H:%M:%S')} {part}: {state}")
+        return now or before
 
     async def _admit(self, name: str, *, number: int = 1) -> Pod:
         # needs the extra packages, see _run
@@ -354,10 +389,13 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
     async def _show_gpus(self, caption: str) -> None:
         self._narrator.say("   " + caption.format(debug=f"http://{self._agent.debug_address}"))
         for gpu in (await self._agent.get("/debug/devices"))["gpus"]:
-            health = f"{gpu['health']}{': ' if gpu['health_reason'] else ''}{gpu['health_reason']}"
             self._narrator.say(
-                f"     GPU {gpu['index']}  {', '.join(gpu['holders']) or '-'}  [{health}]"
+                f"     GPU {gpu['index']}  {', '.join(gpu['holders']) or '-'}  [{_health(gpu)}]"
             )
+
+
+def _health(gpu: Mapping[str, Any]) -> str:
+    return ": ".join(filter(None, (gpu["health"], gpu["health_reason"])))
 
 
 def _end_gracefully() -> None:

@@ -295,21 +295,23 @@ def _add_health(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _action(
         actions,
         "restore",
-        lambda arguments: _change(arguments, SimulatedNode.restore),
+        lambda arguments: _change(arguments, SimulatedNode.restore, "answers again"),
         "undo lose",
         gpu=True,
     )
     _action(
         actions,
         "unplug",
-        lambda arguments: _change(arguments, SimulatedNode.unplug),
+        lambda arguments: _change(
+            arguments, SimulatedNode.unplug, "is unplugged: the driver no longer lists it"
+        ),
         "take a GPU away",
         gpu=True,
     )
     _action(
         actions,
         "plug",
-        lambda arguments: _change(arguments, SimulatedNode.plug),
+        lambda arguments: _change(arguments, SimulatedNode.plug, "is plugged in again"),
         "undo unplug",
         gpu=True,
     )
@@ -352,43 +354,66 @@ def _add_health(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
-def _change(arguments: argparse.Namespace, change: Callable[[SimulatedNode, str], None]) -> int:
-    change(SimulatedNode.open(arguments.directory), arguments.gpu)
+def _change(
+    arguments: argparse.Namespace, change: Callable[[SimulatedNode, str], None], done: str
+) -> int:
+    """Change the GPU that the arguments name, and say what was done: the end of a sentence."""
+    node = SimulatedNode.open(arguments.directory)
+    change(node, arguments.gpu)
+    print(f"GPU {arguments.gpu} of {arguments.directory} {done}")
     return 0
 
 
 def _xid(arguments: argparse.Namespace) -> int:
     gpu_instance, compute_instance = arguments.mig
-    SimulatedNode.open(arguments.directory).xid(
-        arguments.gpu, arguments.code, gpu_instance=gpu_instance, compute_instance=compute_instance
+    where = "" if gpu_instance is None else f", MIG instance {gpu_instance}:{compute_instance}"
+    return _change(
+        arguments,
+        lambda node, gpu: node.xid(
+            gpu, arguments.code, gpu_instance=gpu_instance, compute_instance=compute_instance
+        ),
+        f"has reported XID {arguments.code}{where}",
     )
-    return 0
 
 
 def _lose(arguments: argparse.Namespace) -> int:
-    SimulatedNode.open(arguments.directory).lose(arguments.gpu, entirely=arguments.entirely)
-    return 0
+    return _change(
+        arguments,
+        lambda node, gpu: node.lose(gpu, entirely=arguments.entirely),
+        "has fallen off the bus; undo it with `sim restore`",
+    )
 
 
 def _recovery_action(arguments: argparse.Namespace) -> int:
-    SimulatedNode.open(arguments.directory).recovery_action(arguments.gpu, arguments.wanted)
-    return 0
+    return _change(
+        arguments,
+        lambda node, gpu: node.recovery_action(gpu, arguments.wanted),
+        f"has the recovery action {arguments.wanted}",
+    )
 
 
 def _remap(arguments: argparse.Namespace) -> int:
-    SimulatedNode.open(arguments.directory).remap(
-        arguments.gpu,
-        corrected=arguments.corrected,
-        uncorrected=arguments.uncorrected,
-        pending=arguments.pending,
-        failed=arguments.failed,
+    return _change(
+        arguments,
+        lambda node, gpu: node.remap(
+            gpu,
+            corrected=arguments.corrected,
+            uncorrected=arguments.uncorrected,
+            pending=arguments.pending,
+            failed=arguments.failed,
+        ),
+        f"has remapped {arguments.corrected} rows for corrected and {arguments.uncorrected} for "
+        f"uncorrected errors{', more are pending' * arguments.pending}"
+        f"{', and remapping has failed' * arguments.failed}",
     )
-    return 0
 
 
 def _temperature(arguments: argparse.Namespace) -> int:
-    SimulatedNode.open(arguments.directory).temperature(arguments.gpu, arguments.celsius)
-    return 0
+    return _change(
+        arguments,
+        lambda node, gpu: node.temperature(gpu, arguments.celsius),
+        f"has {arguments.celsius} °C",
+    )
 
 
 # use ----------------------------------------------------------------------------------------------
@@ -452,8 +477,13 @@ def _process(arguments: argparse.Namespace) -> int:
 
 
 def _utilisation(arguments: argparse.Namespace) -> int:
-    SimulatedNode.open(arguments.directory).utilisation(arguments.gpu, arguments.percent)
-    return 0
+    return _change(
+        arguments,
+        lambda node, gpu: node.utilisation(gpu, arguments.percent),
+        "has the utilisation of its processes"
+        if arguments.percent is None
+        else f"has a utilisation of {arguments.percent} %",
+    )
 
 
 # faults -------------------------------------------------------------------------------------------
@@ -491,6 +521,7 @@ def _fault(arguments: argparse.Namespace) -> int:
     node = SimulatedNode.open(arguments.directory)
     if arguments.clear:
         node.clear_faults()
+        print(f"{arguments.directory} has no faults now")
         return 0
     if arguments.code is None and not arguments.delay_ms:
         arguments.refuse(f"a fault of {arguments.function} needs --code, --delay-ms or both")
@@ -501,4 +532,11 @@ def _fault(arguments: argparse.Namespace) -> int:
         times=arguments.times,
         delay_ms=arguments.delay_ms,
     )
+    effects = [
+        *([f"take {arguments.delay_ms} ms"] if arguments.delay_ms else []),
+        *([] if arguments.code is None else [f"fail with NVML code {arguments.code}"]),
+    ]
+    often = "" if arguments.times == -1 else f" {arguments.times} times"
+    whose = "" if arguments.gpu is None else f" of GPU {arguments.gpu}"
+    print(f"calls of {arguments.function}{whose} {' and '.join(effects)}{often}")
     return 0
