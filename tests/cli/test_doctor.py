@@ -5,14 +5,16 @@ checks are tested on a simulated node in tests/component.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import pytest
 
+from tests.cluster.fake_api import FakeApi
 from vgpu_agent.cli import doctor
 from vgpu_agent.cli.doctor import settings_of
-from vgpu_agent.cli.node_checks import Finding, Level
+from vgpu_agent.cli.node_checks import Finding, Level, runtime_class
 from vgpu_agent.config import load, schema
-from vgpu_agent.errors import ConfigError
+from vgpu_agent.errors import ClusterError, ConfigError
 
 
 def test_settings_survive_the_way_through_debug_config(tmp_path: object) -> None:
@@ -66,3 +68,38 @@ def test_a_finding_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, shown.splitlines())) <= 80
     assert "\n" + " " * 28 + "remedy: do this" in shown
     assert doctor._shown(finding, colour=True).startswith("\033[31merror\033[0m    driver")
+
+
+class RuntimeClasses(FakeApi):
+    """Answers with a RuntimeClass, or with a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self._status = status
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        assert path == "/apis/node.k8s.io/v1/runtimeclasses/nvidia"
+        if self._status != 200:
+            raise ClusterError("refused", status=self._status)
+        return b"{}"
+
+
+@pytest.mark.parametrize(
+    ("status", "texts"),
+    [
+        (200, ["nvidia is there, for pods that name it"]),
+        (404, ["none is named nvidia: NVIDIA's runtime has to be the node's default"]),
+        (403, []),
+    ],
+)
+async def test_the_runtime_class_is_looked_for_where_that_is_allowed(
+    status: int, texts: list[str]
+) -> None:
+    """The agent's own service account may not read it, which is no fault."""
+    assert [finding.text for finding in await runtime_class(RuntimeClasses(status))] == texts
+
+
+async def test_an_api_server_that_fails_is_no_missing_runtime_class() -> None:
+    """It is the finding about the API server."""
+    with pytest.raises(ClusterError):
+        await runtime_class(RuntimeClasses(500))

@@ -13,6 +13,7 @@ import asyncio
 import ctypes
 import enum
 import errno
+import http
 import os
 import re
 import resource
@@ -41,6 +42,7 @@ from vgpu_agent.runtime.libraries import Libraries
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from vgpu_agent.cluster.api import Api
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.web.views import GpuView, NvmlView, Overview
 
@@ -61,6 +63,7 @@ _FEW_INOTIFY_INSTANCES = 128
 
 _CGROUP_CONTROLLERS = "cgroup.controllers"
 _RUNTIME = "nvidia-container-runtime"
+_RUNTIME_CLASSES, _RUNTIME_CLASS = "/apis/node.k8s.io/v1/runtimeclasses", "nvidia"
 # Where containerd, CRI-O, Docker and K3s have their configuration.
 _RUNTIME_FILES = (
     "etc/containerd/config.toml",
@@ -636,6 +639,7 @@ async def _ask_api_server(api: ApiClient, settings: Settings, origin: str) -> li
         # The header has whole seconds, so the true time is in the second that begins there.
         ahead = _distance(began, time.time(), theirs)
         findings = [_ok(name, f"answers, {origin}"), _clock(ahead)]
+        findings += await runtime_class(api)
         missing = [right for right in rights(settings) if not await have(api, right)]
     except ClusterError as err:
         return [_error(name, str(err), "see docs/troubleshooting.md, The API server is away")]
@@ -654,6 +658,26 @@ async def _ask_api_server(api: ApiClient, settings: Settings, origin: str) -> li
     else:
         findings.append(_ok("API rights", f"all {len(rights(settings))} that the settings need"))
     return findings
+
+
+async def runtime_class(api: Api) -> list[Finding]:
+    """Look for the RuntimeClass of NVIDIA's runtime; nothing where the credentials do not allow it,
+    as the agent's own do not.
+
+    Raises:
+        ClusterError: no answer.
+    """
+    name = "RuntimeClass"
+    try:
+        await api.get(f"{_RUNTIME_CLASSES}/{_RUNTIME_CLASS}")
+    except ClusterError as err:
+        if err.status in (http.HTTPStatus.FORBIDDEN, http.HTTPStatus.UNAUTHORIZED):
+            return []
+        if err.status != http.HTTPStatus.NOT_FOUND:
+            raise
+        text = f"none is named {_RUNTIME_CLASS}: NVIDIA's runtime has to be the node's default"
+        return [_ok(name, text)]
+    return [_ok(name, f"{_RUNTIME_CLASS} is there, for pods that name it")]
 
 
 def _distance(began: float, ended: float, theirs: float) -> float:
