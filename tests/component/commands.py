@@ -34,6 +34,6 @@ async def command(*words: str, environment: dict[str, str] | None = None) -> Ran
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "COLUMNS": "80", **(environment or {})},
     )
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(3 * PATIENCE_SECONDS):
         out, err = await process.communicate()
     return Ran(process.returncode or 0, out, err.decode())

@@ -40,7 +40,7 @@ async def plugin(kubectl: FakeKubectl, *words: str, folder: Path | None = None) 
         env=kubectl.environment,
         cwd=folder,
     )
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(3 * PATIENCE_SECONDS):
         out, err = await process.communicate()
     return Ran(process.returncode or 0, out, err.decode())
 
