@@ -73,6 +73,7 @@ async def test_status_is_a_table_a_node(cluster: tuple[FakeKubectl, Stage, Stage
     """In the order of the nodes' names, and nothing on stderr when all have answered."""
     kubectl, stage, _ = cluster
     await stage.admit("train")
+    await stage.agents[0].until("/debug/status", lambda found: found["pods"][0]["name"] == "train")
     ran = await plugin(kubectl, "status", "--context", "prod")
     assert (ran.status, ran.err) == (0, "")
     first, second = ran.text.index("---- node-a"), ran.text.index("---- node-b")
@@ -130,7 +131,7 @@ async def test_a_pod_is_explained_by_the_agent_of_its_node(
     assert "kubectl vgpu why default/waits" in ran.err
     ran = await plugin(kubectl, "explain", "default/lost")
     assert ran.err == (
-        "kubectl vgpu: node node-z has no pod of vgpu-agent; there are node-a, node-b\n"
+        "kubectl vgpu: node node-z has no pod of the agent; there are node-a, node-b\n"
     )
     ran = await plugin(kubectl, "explain", "default/nobody")
     assert 'pods "nobody" not found' in ran.err
@@ -221,6 +222,8 @@ async def test_a_cluster_without_agents_and_a_path_without_kubectl(folder: Path)
     ran = await plugin(kubectl, "status", "-n", "other")
     assert ran.status == 1
     assert "no pod with app.kubernetes.io/name=vgpu-agent in namespace other" in ran.err
+    ran = await plugin(kubectl, "status", "--name", "pool-b-vgpu-agent")
+    assert "no pod with app.kubernetes.io/name=pool-b-vgpu-agent in namespace vgpu" in ran.err
     empty = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, str(PLUGIN), "status"],
