@@ -52,6 +52,7 @@ Send: TypeAlias = "Callable[[bytes], Awaitable[None]]"
 _ByteStream: TypeAlias = "Stream[bytes, bytes]"
 
 _REQUEST_SECONDS = 10.0  # from the headers to the last byte
+_LOOK_SECONDS = 0.01
 
 # An error text travels in an HTTP/2 header, percent-encoded; the kubelet copies it
 # into the pod's status.
@@ -142,6 +143,15 @@ class GrpcServer:
         are served meanwhile.
         """
         await _within(seconds, self._only_streams.wait())
+
+    async def until_disconnected(self, seconds: float) -> None:
+        """Wait until the clients have closed their connections, at most for ``seconds``; calls are
+        served meanwhile.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._server.has_connections:  # noqa: ASYNC110 - grpclib tells nobody
+                    await asyncio.sleep(_LOOK_SECONDS)
 
     async def drain(self, grace_seconds: float) -> None:
         """Accept nothing new, let running methods return for up to ``grace_seconds``,
@@ -300,6 +310,12 @@ class _ClosableServer(Server):
     def started(self) -> bool:
         """Tell whether there is something to close."""
         return self._server is not None
+
+    @property
+    def has_connections(self) -> bool:
+        """Tell whether a connection is open."""
+        self._forget_closed()
+        return bool(self._connections)
 
     def stop_accepting(self) -> None:
         """Close the listening socket and keep the connections."""

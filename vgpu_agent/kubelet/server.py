@@ -275,6 +275,7 @@ class DevicePlugin:
             if self._has_successor:
                 await instance.let_go()
                 self._let_go.set()
+                await instance.until_disconnected()
             await instance.close()
             self.status.endpoint = ""
 
@@ -484,6 +485,12 @@ class _Instance:
                 while self._service.open_streams:
                     activity = self._service.activity
                     await activity.newer_than(activity.version)
+
+    async def until_disconnected(self) -> None:
+        """Answer the calls that the kubelet makes before it has noticed the end of the stream. Then
+        it closes the connection.
+        """
+        await self._server.until_disconnected(DRAIN_SECONDS)
 
     async def prepare(self) -> None:
         """Encode the list, so that it can be sent as soon as the kubelet asks for it."""
