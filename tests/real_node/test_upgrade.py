@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.alone]
 # More of both where the figures of docs/performance.md are measured.
 UPDATES = int(os.environ.get("UPGRADE_TEST_UPDATES", "3"))
 PAUSE_SECONDS = 0.2
-_WINDOW = re.compile(r"no healthy devices present|client connection is closing")
+_WINDOW = re.compile(
+    "no healthy devices present|has been stopped|client connection is closing|from server: EOF"
+)
 _LINE = re.compile(
     r".\d{4} (\d\d):(\d\d):(\d\d\.\d+) .*"
     r'"(Mark all resources Unhealthy for resource|Processed device updates for resource)"'
