@@ -415,7 +415,7 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/config",
-        "Each setting in force with its origin; the binding mode of grants with the reason.",
+        "Each setting in force with its origin; early or late binding, with the reason.",
         (),
         _config,
     ),
