@@ -74,7 +74,8 @@ class MpsTools:
 
     def misbehave(self, **faults: str) -> None:
         """Set the faults from now on: command (``start`` for ``-d``, ``nvidia_smi``) = ``hang``,
-        ``crash``, ``refuse``, ``nonsense`` or ``forget``, or one that `mps_control` adds.
+        ``crash``, ``refuse``, ``nonsense`` or ``forget`` (does nothing, and reports success; not
+        for ``nvidia_smi``), or one that `mps_control` adds.
         """
         text = json.dumps(
             {name.replace("nvidia_smi", "nvidia-smi"): kind for name, kind in faults.items()}

@@ -190,8 +190,9 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         )
 
     def _segment(self, pod: Pod, container: PodContainer, grant: Grant, present: str) -> str:
-        """Return the present segment with the place of each held instance; the segment as it is if
-        one of these places is not known.
+        """Return the container's segment, its part of the annotation with the scheduler's decision,
+        with the place of each held instance; the segment as it is if one of these places is not
+        known.
         """
         try:
             (before,) = parse_pod_devices(present)
