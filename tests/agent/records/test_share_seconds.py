@@ -24,6 +24,13 @@ class World:
         self.ledger: Ledger = make(self.clock, replicated(4))
         self.sums = self._another()
 
+    @classmethod
+    async def begin(cls, directory: Path) -> World:
+        """Begin with the file in ``directory``, if there is one."""
+        world = cls(directory)
+        await world.sums.load()
+        return world
+
     def hold(self, *ids: str, owner: Owner = TRAIN) -> None:
         """Have the container hold ids; the kubelet names it at once."""
         book(self.ledger, *ids)
@@ -56,9 +63,9 @@ class World:
         return ShareSeconds(str(self.directory), self.ledger, wall=self.clock, clock=self.clock)
 
 
-def test_a_sum_is_the_amount_of_the_resource_times_seconds(tmp_path: Path) -> None:
+async def test_a_sum_is_the_amount_of_the_resource_times_seconds(tmp_path: Path) -> None:
     """Two pods, one of them with two shares; it stands still after the end."""
-    world = World(tmp_path)
+    world = await World.begin(tmp_path)
     world.hold(f"{U0}::0", f"{U0}::1")
     world.wait(10)
     world.hold(f"{U1}::0", owner=SERVE)
@@ -69,9 +76,9 @@ def test_a_sum_is_the_amount_of_the_resource_times_seconds(tmp_path: Path) -> No
     assert world.sums.sums == {OF_TRAIN: 30.0, OF_SERVE: 5.0}
 
 
-def test_a_reservation_without_a_pod_is_not_counted(tmp_path: Path) -> None:
+async def test_a_reservation_without_a_pod_is_not_counted(tmp_path: Path) -> None:
     """Nobody could be charged for it."""
-    world = World(tmp_path)
+    world = await World.begin(tmp_path)
     book(world.ledger, f"{U0}::0")
     world.wait(10)
     assert world.sums.sums == {}
@@ -81,7 +88,7 @@ async def test_a_restart_continues_the_sums_and_adds_the_time_without_an_agent(
     tmp_path: Path,
 ) -> None:
     """The container ran on meanwhile."""
-    world = World(tmp_path)
+    world = await World.begin(tmp_path)
     world.hold(f"{U0}::0", f"{U0}::1")
     world.wait(10)
     await world.restart(away_seconds=100)
@@ -92,7 +99,7 @@ async def test_a_restart_continues_the_sums_and_adds_the_time_without_an_agent(
 
 async def test_a_crash_makes_no_sum_smaller(tmp_path: Path) -> None:
     """The file is older than the last scrape."""
-    world = World(tmp_path)
+    world = await World.begin(tmp_path)
     world.hold(f"{U0}::0")
     world.hold(f"{U1}::0", owner=SERVE)
     world.wait(10)
@@ -108,7 +115,7 @@ async def test_a_crash_makes_no_sum_smaller(tmp_path: Path) -> None:
 
 async def test_another_pod_of_the_name_begins_anew_after_a_restart(tmp_path: Path) -> None:
     """The first pod of a StatefulSet has the same name each time, and held nothing meanwhile."""
-    world = World(tmp_path)
+    world = await World.begin(tmp_path)
     world.hold(f"{U0}::0")
     world.wait(10)
     await world.sums.store()
@@ -120,7 +127,7 @@ async def test_another_pod_of_the_name_begins_anew_after_a_restart(tmp_path: Pat
 
 async def test_sums_are_forgotten_an_hour_after_the_end(tmp_path: Path) -> None:
     """Until then each scraper has seen the last value, also over a restart."""
-    world = World(tmp_path)
+    world = await World.begin(tmp_path)
     world.hold(f"{U0}::0")
     world.wait(10)
     world.sums.advance()
@@ -131,10 +138,12 @@ async def test_sums_are_forgotten_an_hour_after_the_end(tmp_path: Path) -> None:
     assert world.sums.sums == {}
 
 
-def test_the_number_of_sums_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_sums_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tenant may start pods of ever new names; those that hold something stay."""
     monkeypatch.setattr("vgpu_agent.agent.records.share_seconds._MAX_SUMS", 50)
-    world = World(tmp_path)
+    world = await World.begin(tmp_path)
     world.hold(f"{U1}::0", owner=SERVE)
     for number in range(120):
         world.hold(f"{U0}::0", owner=Owner("main", f"uid-{number}", "default", f"pod-{number}"))
@@ -150,8 +159,21 @@ def test_the_number_of_sums_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 
 async def test_a_clock_that_was_wrong_adds_no_years(tmp_path: Path) -> None:
     """A node whose clock starts in 1970 until it is set."""
-    world = World(tmp_path)
+    world = await World.begin(tmp_path)
     world.hold(f"{U0}::0")
     world.wait(10)
     await world.restart(away_seconds=50 * 365 * 86400)
     assert world.sums.sums == {OF_TRAIN: 10.0}
+
+
+async def test_a_probe_before_the_file_is_read_begins_no_sum(tmp_path: Path) -> None:
+    """A new sum would hide the one in the file; and a stop before it leaves the file as it is."""
+    world = await World.begin(tmp_path)
+    world.hold(f"{U0}::0")
+    world.wait(10)
+    await world.sums.store()
+    world.sums = world._another()
+    assert world.sums.sums == {}
+    await world.sums.store()
+    await world.sums.load()
+    assert world.sums.sums[OF_TRAIN] == pytest.approx(10.0)

@@ -108,7 +108,7 @@ class ShareSeconds:
         # from the file: sums of pods that held something then, and have not been seen since
         self._awaited: dict[Key, Sum] = {}
         self._awaited_until, self._stored_at = 0.0, 0.0
-        self._changed = False
+        self._changed = self._loaded = False
 
     async def load(self) -> None:
         """Read the file. Call this before `run`."""
@@ -122,6 +122,7 @@ class ShareSeconds:
                 self._sums[key] = one
         self._awaited_until = self._clock() + _AWAITED_SECONDS
         self._at = self._clock()
+        self._loaded = True
 
     async def run(self) -> None:
         """Count after each change of the ledger, and write the file every minute, until
@@ -138,8 +139,11 @@ class ShareSeconds:
             await versions.passed(timeout_seconds=left)
 
     async def store(self) -> None:
-        """Write the file at the end of the process."""
-        await self._write(final=True)
+        """Write the file at the end of the process. A process that has not loaded it leaves it as
+        it is.
+        """
+        if self._loaded:
+            await self._write(final=True)
 
     async def _write(self, *, final: bool) -> None:
         """Write the file if anything was held since the last time."""
@@ -157,7 +161,13 @@ class ShareSeconds:
         return {key: one.seconds for key, one in self._sums.items()}
 
     def advance(self) -> None:
-        """Add the time since the last call to what was held in it, and see what is held now."""
+        """Add the time since the last call to what was held in it, and see what is held now.
+
+        Nothing is added before the file has been loaded: a sum that began before would hide the one
+        in the file.
+        """
+        if not self._loaded:
+            return
         clock, wall = self._clock(), self._wall()
         passed, self._at = clock - self._at, clock
         for one in self._sums.values():
