@@ -34,8 +34,10 @@ class Steps:
         self.taken.append("the plugin servers retire")
 
 
-async def stop_at_once(folder: Path) -> None:
-    """Run an agent that is asked to stop before it has started."""
+async def stop_at_once(folder: Path, *, serves: bool = True) -> None:
+    """Run an agent that is asked to stop before it has started; with ``serves``, as if it had taken
+    over the node.
+    """
     text = f"""\
 version: v1
 listen: 127.0.0.1:0
@@ -50,8 +52,10 @@ cluster: {{enabled: never}}
     )
     stop = asyncio.Event()
     stop.set()
+    agent = Agent(loaded)
+    agent._serves = serves
     async with asyncio.timeout(10):
-        await Agent(loaded).run(stop)
+        await agent.run(stop)
 
 
 async def test_strangers_specs_go_before_the_last_registration(
@@ -74,3 +78,18 @@ async def test_a_spec_that_cannot_be_removed_does_not_keep_the_agent(
     steps = Steps(monkeypatch, trouble="cannot remove /var/run/cdi/x.json: Read-only file system")
     await stop_at_once(tmp_path)
     assert steps.taken == ["strangers' specs are withdrawn", "the plugin servers retire"]
+
+
+async def test_an_agent_that_never_served_the_node_leaves_all_to_the_one_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an upgrade another agent serves the node while this one starts: its specs stay, and so do
+    the sums in its file, which this one has not read.
+    """
+    steps = Steps(monkeypatch)
+    sums = tmp_path / "state" / "share-seconds.json"
+    sums.parent.mkdir()
+    sums.write_text("of another agent")
+    await stop_at_once(tmp_path, serves=False)
+    assert steps.taken == ["the plugin servers retire"]
+    assert sums.read_text() == "of another agent"

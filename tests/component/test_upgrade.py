@@ -137,6 +137,21 @@ async def test_a_predecessor_that_hangs_is_not_waited_for_for_ever(stage: Stage)
         await old.kill()
 
 
+async def test_a_predecessor_that_wakes_up_does_not_take_the_node_back(stage: Stage) -> None:
+    """It answers too late, and then waits for the end of the one that serves by now."""
+    stage.constants[constants.SUCCESSION_ANSWER] = 1
+    old = await stage.ready_agent()
+    os.kill(old.pid, signal.SIGSTOP)
+    new = await _start_beside(stage)
+    os.kill(old.pid, signal.SIGCONT)
+    await old.until_logged("agent.handed_over")
+    await stage.allocatable(8)
+    assert (await new.get_text("/readyz"))[0] == 200
+    assert await old.terminate() == 0
+    assert not [line for line in old.log_lines() if line["msg"] == "agent.successor_lost"]
+    assert (await new.get_text("/readyz"))[0] == 200
+
+
 @pytest.mark.parametrize(
     "line",
     [b"", b"\n", b"x" * 100_000, b'{"protocol": 99, "version": "9", "kubeletDirectory": "/"}\n'],
@@ -151,10 +166,14 @@ async def test_nonsense_on_the_socket_releases_nothing(stage: Stage, line: bytes
         writer.write_eof()
     answer = await asyncio.wait_for(reader.read(), 10)
     assert not answer or not json.loads(answer).get("released")
+    _, idle = await asyncio.open_unix_connection(os.fspath(_socket(stage)))
     writer.close()
     assert (await old.get_text("/readyz"))[0] == 200
     await _start_beside(stage)
     await old.until_logged("agent.handed_over")
+    idle.close()  # it is not the successor, so its end means nothing
+    assert await old.terminate() == 0
+    assert not [line for line in old.log_lines() if line["msg"] == "agent.successor_lost"]
 
 
 def _socket(stage: Stage) -> Path:

@@ -351,6 +351,7 @@ class Agent:
             sysfs_root=settings.sysfs_root,
         )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal, named=named)
+        self._serves = False  # no other agent serves this node any more
         # at the last rebuild of the ledger: the offered names, and whether the pods were known
         self._understood: tuple[frozenset[str], bool] | None = None
         self._lag = LoopLag()
@@ -467,6 +468,7 @@ class Agent:
         await self._know_holders()
         await self._take_over()
         await self._share_seconds.load()
+        self._serves = True
         await self._grants.restore()
         await self._grants.withdraw_foreign_specs()
         self._allocator.ready.set()
@@ -611,6 +613,10 @@ class Agent:
             return
         self._report.starting = "the agent is stopping"
         _logger.info("agent.stopping")
+        if not self._serves:  # another agent may serve the node: its specs and records stay
+            await self._offering.stop()
+            await self._release_driver_and_cluster()
+            return
         try:
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 # After the last registration containers start without the agent, from the specs

@@ -1,6 +1,6 @@
 """Take over a node from the agent that serves it, and hand it over to the next one.
 
-In a rolling update the new agent starts beside the old one (``maxSurge: 1``). It reads GPUs, pods
+In a rolling update the new agent starts beside the old one (``maxSurge``). It reads GPUs, pods
 and the kubelet's records first. Then it asks the old one, over a socket in ``stateDirectory``, to
 let go, and registers with the kubelet as soon as the last stream of the old one has ended. The
 kubelet has no healthy ids for these few milliseconds only. Registering earlier would not help:
@@ -40,8 +40,9 @@ _logger = log.get(__name__)
 
 SOCKET = "succession.sock"
 _PROTOCOL = 1
-# An agent lets its plugin servers drain (3 s) and its MPS daemons end (10 s) before it answers.
-ANSWER_SECONDS = 15.0
+# An agent writes its records (10 s on a disk that hangs), answers the calls under way (3 s), ends
+# its streams (3 s) and its MPS daemons (10 s) before it answers.
+ANSWER_SECONDS = 30.0
 # A request that does not come at once is none of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 4096
@@ -97,7 +98,8 @@ class Succession:
         self._predecessor: asyncio.StreamWriter | None = None
         self._server: asyncio.Server | None = None
         self._identity: sockets.SocketIdentity | None = None
-        self._releasing = False
+        self._releasing = self._stopping = self._predecessor_silent = False
+        self._successor: asyncio.StreamWriter | None = None
         self.handed_over = asyncio.Event()
         self.successor_lost = asyncio.Event()
 
@@ -125,6 +127,9 @@ class Succession:
         if answer is not None and answer.released:
             # the connection stays open: its end would tell that this agent is gone
             self._journal.record("agent.took_over", predecessor=answer.version)
+            return
+        if self._predecessor_silent:
+            # It may wake up and answer: it does not begin again while this connection is open.
             return
         self._predecessor.close()
         self._predecessor = None
@@ -164,7 +169,12 @@ class Succession:
         self._identity = await asyncio.to_thread(sockets.identity, self._path)
 
     async def stop_listening(self) -> None:
-        """Let no agent take over any more. A successor keeps its connection."""
+        """Let no agent take over any more, and wait for the end of a release that has begun. A
+        successor keeps its connection.
+        """
+        self._stopping = True
+        if self._releasing:
+            await self.handed_over.wait()
         if self._server is not None:
             self._server.close()
             # not the successor's, which has the same name
@@ -190,6 +200,7 @@ class Succession:
                 line = await reader.readline()
             return msgspec.json.decode(line, type=Answer) if line else None
         except TimeoutError:
+            self._predecessor_silent = True
             self._journal.record(
                 "agent.predecessor_silent", level="warning", waited_seconds=ANSWER_SECONDS
             )
@@ -204,13 +215,13 @@ class Succession:
         writer: asyncio.StreamWriter,
     ) -> None:
         """Serve the connection of one agent that may become the successor."""
-        is_successor, handed_on = not self._releasing, False
+        handed_on = False
         try:
             with contextlib.suppress(OSError):
                 if await self._hand_over(release, reader, writer):
                     handed_on = await reader.readline() == _HANDED_ON
         finally:
-            if is_successor and self.handed_over.is_set() and not handed_on:
+            if writer is self._successor and self.handed_over.is_set() and not handed_on:
                 self.successor_lost.set()
             writer.close()
 
@@ -226,12 +237,16 @@ class Succession:
         except (TimeoutError, ValueError) as err:
             _logger.warning("succession.broken", error=str(err) or "no request came")
             return False
-        if request.protocol != _PROTOCOL or request.kubelet_directory != self._kubelet_directory:
-            answer = Answer(version=__version__)  # it serves another kubelet, or is from the future
+        if (
+            request.protocol != _PROTOCOL  # from the future
+            or request.kubelet_directory != self._kubelet_directory
+            or self._stopping
+        ):
+            answer = Answer(version=__version__)
         elif self._releasing:
             answer = Answer(busy=True, version=__version__)
         else:
-            self._releasing = True
+            self._releasing, self._successor = True, writer
             try:
                 await release()
             finally:  # half released, this agent is of no use either

@@ -114,6 +114,7 @@ class DevicePlugin:
         until there is another kubelet.
         """
         self._ended.clear()
+        self._let_go.clear()
         backoff = Backoff(RETRY_MIN_SECONDS, RETRY_MAX_SECONDS)
         last_kubelet: SocketIdentity | None = None
         try:
