@@ -54,6 +54,7 @@ class FeatureLabels:
         self._ours: Mapping[str, str] = {}  # those that the watch has shown as they should be
         # in seconds of the event loop's clock
         self._changed_at: collections.deque[float] = collections.deque(maxlen=_CHANGES)
+        self._contested = False  # given up because of those changes, and so until the next start
         self._given_up = ""
 
     def desired_node(self, node: Node) -> DesiredNode:
@@ -81,7 +82,7 @@ class FeatureLabels:
                 "does not any more, remove that label from the Node"
             )
             return
-        if self._given_up and not self._changed_at:
+        if self._given_up and not self._contested:
             self._given_up = ""  # it was the label alone
         changed = [key for key, value in self._ours.items() if node.labels.get(key) != value]
         if changed and not self._given_up:
@@ -89,6 +90,7 @@ class FeatureLabels:
             now = asyncio.get_running_loop().time()
             self._changed_at.append(now)
             if len(self._changed_at) == _CHANGES and now - self._changed_at[0] < _CHANGES_SECONDS:
+                self._contested = True
                 self._give_up(
                     f"another client keeps changing {changed[0]} of the Node, as GPU Feature "
                     "Discovery does; remove it, or set nodeStatus.featureLabels to false. The "

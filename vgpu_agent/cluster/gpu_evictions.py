@@ -116,6 +116,9 @@ class GpuEvictions:
             backoff = self._backoffs.setdefault(uid, Backoff())
             left = max(since + self._after_seconds - now, backoff.seconds_left)
             if left <= 0:
+                # it may have recovered during the requests before
+                if held.keys().isdisjoint(dead_devices(self._facts.inventory.value)):
+                    continue
                 beat()
                 await self._evict(pod, held, backoff)
                 left = backoff.seconds_left
