@@ -57,6 +57,10 @@ _SECRET_LINE = re.compile(
     r"(?im)^(?P<key>[^\n:=]*(?:password|passwd|secret|token|api_?key|credential)\w*[\"']?\s*[:=]\s*)"
     r"(?!\s*[\"']?/)\S[^\n]*$"
 )
+_SECRET_IN_BRACES = re.compile(
+    r"(?i)(?P<key>[{,]\s*[\"']?\w*(?:password|passwd|secret|token|api_?key|credential)\w*[\"']?\s*:"
+    r"\s*)(?!\s*[\"']?/)[^\s,}][^,}\n]*"
+)
 _EXAMPLES = """examples:
   vgpu-agent support-bundle                              into a file in this directory
   vgpu-agent support-bundle --hide-names --output report.tar.gz
@@ -307,7 +311,9 @@ def _end_of(path: str) -> bytes:
 
 def _without_secrets(content: bytes) -> bytes:
     text = content.decode(errors="replace")
-    return _SECRET_LINE.sub(lambda found: f"{found['key']}{HIDDEN}", text).encode()
+    for pattern in (_SECRET_IN_BRACES, _SECRET_LINE):
+        text = pattern.sub(lambda found: f"{found['key']}{HIDDEN}", text)
+    return text.encode()
 
 
 def _checkpoint(settings: Settings) -> bytes:
@@ -418,6 +424,9 @@ class Names:
             labels = {
                 found["key"].removeprefix("pod"): found["value"] for found in _LABELS.finditer(line)
             }
+            for value in labels.values():
+                if "/" in value:  # the log has a pod and its namespace in one field
+                    self._learn_pods(value)
             namespace, pod = labels.get("namespace", ""), labels.get("") or labels.get("name", "")
             if namespace:
                 self._namespace(namespace)
