@@ -438,6 +438,23 @@ def test_the_claims_of_pods_are_for_the_accounts_of_the_release_and_those_that_a
     assert keys.count('"gpu.example.com/') == 6
 
 
+@pytest.mark.parametrize(
+    ("values", "version"), [({"hostNetwork": True}, "1.36.3"), ({}, "1.21.14")]
+)
+def test_no_second_agent_is_started_where_it_could_not_run(
+    values: dict[str, Any], version: str, tmp_path: Path
+) -> None:
+    """On the host's network two agents would need the same port, and DaemonSets before Kubernetes
+    1.22 have no maxSurge.
+    """
+    rendered = template(*_values(tmp_path, values), "--kube-version", version)
+    spec = rendered[("DaemonSet", "vgpu-agent", "vgpu-agent")]["spec"]
+    assert spec["updateStrategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxUnavailable": "10%"},
+    }
+
+
 def test_another_update_strategy_replaces_that_of_the_manifests(tmp_path: Path) -> None:
     """As a whole: with maxUnavailable of the values and maxSurge of the manifests, two agents could
     run on every node.
