@@ -165,9 +165,9 @@ class ClusterAccess:
 
     @property
     def texts(self) -> Mapping[str, tuple[str, ...]]:
-        """The texts in force of each file of a replaced plugin, also those from before a restart:
-        the last valid text, and invalid ones after it, whose correct parts count
-        (`plugin_files.texts_in_force`).
+        """The texts in force of each configuration file of a plugin that a family replaces, also
+        those from before a restart: the last valid text, and invalid ones after it, whose correct
+        parts count (`plugin_files.texts_in_force`).
         """
         for file in _config_map_files(self._settings):
             watch = self.config_maps.get(file.name)
@@ -352,16 +352,28 @@ class ClusterAccess:
         counted: Callable[[int | None], None] = lambda _number: None,
         gpus: GpuFacts | None = None,
     ) -> None:
-        """Start to keep Node and pods in the families' desired state;
-        ``tokens`` and ``starting`` as for `PodPublisher`.
+        """Start to keep Node and pods in the families' desired state.
 
-        ``wake`` advances when that state may have changed. ``resources`` returns the names of what
-        this agent offers, ``owned`` the family of each; ``sent``, ``lists``, ``withdrawn`` and
-        ``counted`` as for `AllocatableWriter`. Without ``gpus`` their health is not reported.
+        Args:
+            allocator: has the desired state.
+            refusals: the starts that are refused now.
+            notices: messages to the owners of pods.
+            wake: advances when the desired state may have changed.
+            tokens: the kubelet's UID of a pod → the tokens of its grants.
+            starting: whether the kubelet is starting pods now.
+            resources: returns the names of what this agent offers.
+            owned: returns resource → its family.
+            sent: returns resource → the counts of the ids that the kubelet was sent last.
+            lists: advances when the result of ``sent`` changes.
+            withdrawn: advances when schedulers must see fewer ids than the kubelet has.
+            counted: called with the value of ``withdrawn`` up to which the Node has the counts, or
+                with None if the API server refuses them permanently.
+            gpus: facts about the GPUs; without them their health is not reported.
         """
         if self.client is None or self.nodes is None or not self.needed:
             return
         settings = self._settings
+        # `foreign_label` shows that another program, gpu-feature-discovery, writes these labels
         labels = FeatureLabels(
             gpus.labels if gpus and settings.node_status.feature_labels else None,
             next(family.foreign_label for family in FAMILIES if family.foreign_label),

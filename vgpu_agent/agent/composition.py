@@ -91,7 +91,7 @@ TASK_BACKOFF_MIN_SECONDS = 0.5
 TASK_BACKOFF_MAX_SECONDS = 30.0
 # The longest time that plugin servers, and then the MPS daemons and the API server, have to stop.
 SHUTDOWN_SECONDS = 10.0
-_FREEZE_AFTER_SECONDS = 2.0
+_FREEZE_AFTER_SECONDS = 2.0  # see `run`
 # How long an agent that has taken over waits for the kubelet to ask for the lists, before it reads
 # the kubelet's records and answers calls.
 _LIST_SECONDS = 1.0
@@ -104,8 +104,8 @@ async def run(loaded: Loaded) -> bool:
     """Run the agent until SIGTERM or SIGINT; tell whether it must run again from the beginning,
     because the agent that had taken over from it is gone.
 
-    SIGHUP makes an agent without a terminal register again, as it does the replaced plugins
-    (volcano-vgpu §1.3).
+    SIGHUP makes an agent without a terminal register again, as it does the plugins that the
+    families replace (volcano-vgpu §1.3).
 
     Raises:
         AgentError: it cannot start: no driver, an address in use, a list that the kubelet would not
@@ -133,8 +133,8 @@ async def run(loaded: Loaded) -> bool:
     loop.add_signal_handler(
         signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again
     )
-    # Not at once: `freeze_objects` blocks the event loop for some ten milliseconds, while the
-    # plugin servers are about to register.
+    # `freeze_objects` excludes all present objects from garbage collection. Not at once: it blocks
+    # the event loop for some ten milliseconds, while the plugin servers are about to register.
     return await agent.run(
         stop, started=functools.partial(loop.call_later, _FREEZE_AFTER_SECONDS, freeze_objects)
     )
@@ -190,7 +190,8 @@ class Agent:
             simulated_tool=_simulated_ctk if settings.simulate else None,
         )
         containers_in = [backend.containers_directory(settings) for backend in BACKENDS]
-        # where the replaced plugin and earlier agents made the directories of containers
+        # where the plugin that a family replaces, and earlier agents, made the directories of
+        # containers
         earlier_in = HAMI_CORE.directory_before(settings)
         grants_in = (*containers_in, earlier_in)
         self._regions = RegionGuard(
@@ -328,6 +329,7 @@ class Agent:
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
         )
+        # the use by containers that are limited by vgpu-control
         self._controlled = ControlledUses(
             self._cluster.pod_cache,
             # the second: where the replaced plugin made the directories of pods that still run

@@ -47,6 +47,9 @@ class LateWeb:
         settings: Settings,
         reviews: Reviews | None = None,
     ) -> None:
+        """Keep what the server needs; ``reviews`` asks the API server whether the owner of a
+        scraper's token may get a path.
+        """
         self._status = status
         self._reviews = reviews
         self._exporters = [
@@ -60,7 +63,7 @@ class LateWeb:
 
     @property
     def exports(self) -> bool:
-        """Tell whether metrics of replaced programs are served, too."""
+        """Tell whether the metrics of programs that a family replaces are served, too."""
         return bool(self._exporters)
 
     async def __aenter__(self) -> Self:

@@ -25,8 +25,9 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
         node: the name of the Node that the data is about.
         kubelet_version: the version of the Node's kubelet.
         runtime_version: the version of the Node's container runtime.
-        texts: name of a replaced plugin's configuration file → those of its texts that are in
-            force, see `plugin_files.texts_in_force`. Texts from files on the node are included.
+        texts: name of a configuration file of a plugin that a family replaces → those of its texts
+            that are in force: the last valid one, and invalid ones after it, whose correct parts
+            count (`plugin_files.texts_in_force`). Texts from files on the node are included.
         config_label: the value of the Node's label that selects its configuration; "" if there was
             no label, None if the Node was never read.
         named_config: the name of the configuration that was in force; "" for none, None if none

@@ -58,7 +58,15 @@ _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
 
 @dataclasses.dataclass(eq=False)
 class Report:
-    """The status of all parts, collected on demand from the objects that own it."""
+    """The status of all parts, collected on demand from the objects that own it. The module
+    `vgpu_agent.status` explains each value.
+
+    Attributes:
+        containers: the use by containers, as their regions showed it last.
+        controlled: the use by containers that are limited by vgpu-control.
+        lag: the delays of the event loop.
+        starting: why nothing is offered yet; empty once everything has been started.
+    """
 
     ledger: Ledger
     watch: GpuSource
@@ -85,7 +93,6 @@ class Report:
     write_failures: Callable[[], tuple[WriteFailure, ...]] = tuple
     unreadable_regions: Callable[[], Mapping[str, str]] = dict
     share_seconds: Callable[[], Mapping[tuple[str, str, str], float]] = dict
-    # the reason why nothing is offered yet; empty once everything has been started
     starting: str = "the agent is starting"
 
     def __post_init__(self) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.pods import PodCache
 
+# The first answers containers that register themselves; the second keeps, for each of them, a file
+# with the host's ids of its processes.
 _REGISTRY, _LISTS = "process registry", "process lists"
 # Changes come in bursts; a container takes longer than this to start.
 _COALESCING_SECONDS = 0.05

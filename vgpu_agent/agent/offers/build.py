@@ -62,7 +62,7 @@ class Built(msgspec.Struct, frozen=True):
         in_force: family with such files → attribute of its settings → value.
         origins: family → each of these attributes that a file has set → that file.
         limits: family → the limits that its library sets its containers.
-        texts: as in `NodeFacts`, of the files on the node.
+        texts: file on the node → those of its texts that count (`plugin_files.texts_in_force`).
         nodes: as in `Found`.
         without_nodes: families whose containers would lack a device node that they need, see
             `ControlNodes.trouble`.
@@ -100,13 +100,13 @@ async def look(
 
     Args:
         settings: what is asked for.
-        texts: `NodeFacts.texts` of the ConfigMaps, and of the last look at files on the node, also
-            that of the agent before this one.
+        texts: file of a replaced plugin → those of its texts that count: of the ConfigMaps, and of
+            the last look at files on the node, also that of the agent before this one.
         libraries: isolation backend → its library, where a family uses it.
         origins: dotted path → where a setting came from.
         cdi: see `Found`.
-        late: see `NodeFacts`.
-        mps_view: the same.
+        late: grants of families whose pods decide are bound late.
+        mps_view: where the agent sees the files of MPS control daemons.
     """
     nodes = await asyncio.to_thread(find_control_nodes, settings)
     found = dict(texts)

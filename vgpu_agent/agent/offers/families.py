@@ -1,8 +1,9 @@
 """The families in force, their binding mode, and the reasons why some are not offered now.
 
 All of it can change while the agent runs: by a reloaded configuration, a ConfigMap, the Node, a
-delivered library, or a changed set of GPUs. `composition`, `reload` and the loops that watch these
-call this module.
+newly delivered library (the file of an isolation backend that the operator supplies, for
+mounts into containers), or a changed set of GPUs. `composition`, `reload` and the loops that watch
+these call this module.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class FamiliesInForce:
     State: in memory only; built again at the start.
 
     Attributes:
-        in_force: family → its settings, with the files of the replaced plugin applied, for
+        in_force: family → its settings, with the files of the plugin that it replaces applied, for
             ``/debug/config``.
-        origins: family → setting → the file of the replaced plugin that has set it.
+        origins: family → setting → the file of that plugin that has set it.
         limits: family → the limits that its library enforces on containers.
         problems: errors in files of replaced plugins.
         cautions: problems that some pods will have with the offered resources.

@@ -235,7 +235,8 @@ def _write_all(file: int, content: bytes) -> None:
 
 def _decider(grant: Grant) -> str:
     """Return who has decided on the devices; empty where that was not found again after a restart
-    of the agent.
+    of the agent. A grant with ``decided_for``, the container that a decision was made for, is of a
+    family whose pods decide.
     """
     by = (text for text in grant.evidence if text.startswith(_DECIDED))
     return next(by, "" if grant.decided_for else _BY_KUBELET).removeprefix(_DECIDED)

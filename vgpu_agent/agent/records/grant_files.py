@@ -52,10 +52,11 @@ class GrantKeeping:
             pod_cache: knows which pods there are.
             directories: where each container has a directory of its own, or had one from an earlier
                 agent.
-            shared_directories: where a replaced plugin has made such directories, among other
-                things.
+            shared_directories: where a plugin that a family replaces has made such directories,
+                among other things.
             pause_seconds: the longest pause between two looks.
-            refresh: looks for a library that was delivered again.
+            refresh: looks for a newer library of an isolation backend, which the operator may
+                supply at any time.
         """
         self._directory = directory
         self._allocator = allocator

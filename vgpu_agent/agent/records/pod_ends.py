@@ -96,7 +96,9 @@ class PodEnds:
         )
 
     def _is_unnamed(self, grant: Grant) -> bool:
-        """Tell whether ids that name their device are booked for a pod that is not known yet."""
+        """Tell whether ids that name their device are booked for a pod that is not known yet.
+        ``decided_for`` is the container that a decision was made for, where pods decide.
+        """
         if grant.owner is not None or grant.decided_for is not None:
             return False
         return any(
