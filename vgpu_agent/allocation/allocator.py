@@ -54,7 +54,8 @@ class Allocator:
     """The answers to the kubelet for all resources of the node.
 
     State: bookings are in the ledger, GPUs in the inventory. Here is only the last Allocate of each
-    resource, for schedulers' locks.
+    resource, for schedulers' locks: annotations with which Volcano's scheduler keeps the Node for
+    one pod until the Allocate of that pod.
 
     Attributes:
         allocated_at: resource → unix seconds of its last Allocate.

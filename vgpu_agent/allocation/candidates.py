@@ -54,8 +54,8 @@ def candidates(
         count: how many ids.
         node: the node's name.
         offered: how many ids there are of each of our resources.
-        admitted_up_to: the highest `Pod.bound` of the pods to which the kubelet is known to have
-            given ids.
+        admitted_up_to: the highest `Pod.bound` (the position in the order of binds) of the pods to
+            which the kubelet is known to have given ids.
     """
     found: list[Candidate] = []
     overtaken: list[Candidate] = []

@@ -61,10 +61,11 @@ class GrantRecord(msgspec.Struct, frozen=True):
         id_count: how many ids there are; the ids themselves are in the kubelet's checkpoint.
         owner: with UID, namespace and names.
         shares: in the family's order.
-        by: the decider (`families.family.Decision.by`).
+        by: who has decided on the shares, in words, e.g. ``decided by the agent, binpack``.
         decided_at: unix seconds.
         collected: the grant's own host directory, which is removed once the pod is gone.
-        may_overcommit: see `Grant.may_overcommit`.
+        may_overcommit: a scheduler decided, so the shares may exceed the device's compute or its
+            number of holders.
         rules_out: the init containers of the pod that had ended, or were still to start, when this
             one started (`holdings.ruled_out`). Main containers are left out: one that starts again
             without the agent has no new record.

@@ -29,6 +29,9 @@ def desired_node(
 ) -> DesiredNode:
     """Return the desired state of our Node.
     A family that serves no container now announces that nothing is free.
+
+    ``allocated_at`` has resource → unix seconds of its last Allocate. From it, ``locks`` tells
+    which annotation of a scheduler, with which it keeps the Node for one pod, can be removed.
     """
     families, ledger, inventory = context.families, context.ledger, context.inventory()
     desired_state = DesiredNode()

@@ -193,6 +193,7 @@ class Identification:
                 if pod_and_owner := holder(found, pods, fetched):
                     return *pod_and_owner, found, kubelet_evidence
                 if fetched is None:
+                    # `init_shares`: init containers have shares of their own for the same ids
                     record = self._before(found, token, alone=offered.init_shares)
                     # While the first list of pods is read, which takes seconds with the largest
                     # pods, this pod may appear at any time.
@@ -498,7 +499,7 @@ def _holder_by_name(found: IdRecords, pods: PodCache, fetched: Pod) -> tuple[Pod
             "checkpoint it is not certain which of them starts; the kubelet will retry"
         )
     # pod-resources names it, and the kubelet runs no pod that claims to be a mirror, so it runs the
-    # static pod of that name.
+    # static pod of that name. `claimed_uid` is that pod's UID, by the annotations of the mirror.
     pod = fetched.as_static(fetched.claimed_uid)
     return pod, _owner(pod, found.containers[""])
 

@@ -171,6 +171,8 @@ class LateStart:
             try:
                 self._refuse_before_rebuilt()
                 is_late = self._is_late(start, late=late)
+                # `init_shares`: init containers have shares of their own, so it matters which of
+                # several containers with the same ids starts
                 if is_late and offered.init_shares:
                     start = await self._identification.with_starting_container(start)
                 grant = await (

@@ -52,7 +52,7 @@ def starting_container(
     ended = previous.ended_at >= math.floor(last.decided_at)
     if place and _ended_since(pod, first.name, last):
         return first.name  # all containers start again
-    if pod.in_new_sandbox:
+    if pod.in_new_sandbox:  # at the last status, the kubelet was about to create a sandbox
         # Either all containers start again, or the status is older than the last start.
         return first.name if ended or settled else None
     if previous.kind is not ContainerKind.INIT or place + 1 == len(order):

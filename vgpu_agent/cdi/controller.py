@@ -132,6 +132,7 @@ class CdiController:
                 retry_min_seconds=RETRY_MIN_SECONDS,
                 retry_max_seconds=RETRY_MAX_SECONDS,
             )
+        # nvidia.com/gpu of the container toolkit, or the kind of the specs that the agent generates
         self._kind = TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND
         self._roots: Roots | None = None
         self._tool = settings.cdi.nvidia_ctk

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.journal import Journal
 
+# not the toolkit's nvidia.com: `GPU_KIND` is k8s.device-plugin.nvidia.com/gpu here
 _VENDOR = GPU_KIND.partition("/")[0]
 _CHANNEL_KIND = f"{_VENDOR}/imex-channel"
 

@@ -78,7 +78,7 @@ def spec_text(record: GrantRecord, edits: Edits, inlined: InlinedEdits | None = 
     """Make the content of the grant's spec file; the same for the same grant.
 
     Args:
-        record: becomes annotations.
+        record: becomes annotations, named after the attributes that `GrantRecord` explains.
         edits: those of the container.
         inlined: the edits of `other_names`.
 

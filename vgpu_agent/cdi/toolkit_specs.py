@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.journal import Journal
 
-_VENDOR = GPU_KIND.partition("/")[0]
+_VENDOR = GPU_KIND.partition("/")[0]  # nvidia.com, of the kind nvidia.com/gpu
 STATIC_DIRECTORY = "/etc/cdi"  # runtimes read this directory and the one of the settings
 _SUFFIXES = (".json", ".yaml", ".yml")
 # Hidden files, and our own specs of grants, of which there may be a thousand.

@@ -166,9 +166,9 @@ def _check_text(file: str, content: bytes | None, flags: Mapping[str, str]) -> i
 
 
 def _plugin_files(loaded: load.Loaded) -> Iterator[tuple[str, Findings]]:
-    """Path and findings of each file of a replaced plugin that the configuration names. If a file
-    is missing, print a warning where its path is not a default: it may be mounted on the nodes
-    only.
+    """Path and findings of each file that the configuration names for a plugin that a family
+    replaces. If a file is missing, print a warning where its path is not a default: it may be
+    mounted on the nodes only.
 
     Raises:
         ConfigError: such a file cannot be read.

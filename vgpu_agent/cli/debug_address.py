@@ -18,7 +18,8 @@ from vgpu_agent.web.address import Address, parse
 
 ENVIRONMENT = "VGPU_AGENT_DEBUG_LISTEN"
 DEFAULT = "127.0.0.1:9395"
-# An overview of the largest node has a few MiB. Another program at this address may send no end.
+# The answer of /debug/status of the largest node has a few MiB. Another program at this address may
+# send no end.
 _LARGEST_BYTES = 64 * 1024 * 1024
 _TIMEOUT_SECONDS = 5.0
 _LONGEST_TIMEOUT_SECONDS = 3600

@@ -2,9 +2,9 @@
 and an exit status.
 
 Exit status: 0 success, 1 failure, 2 wrong usage (flags or configuration), 130 interrupted. For
-``config check``, a wrong configuration is the result, and thus 1. ``doctor`` returns the weight of
-its findings. A command is a module with `add_parser`; its parser leaves ``run`` in the parsed
-arguments.
+``config check``, a wrong configuration is the result, and thus 1. ``doctor`` returns 0 without
+faults, 1 with warnings and 2 with errors. A command is a module with `add_parser`; its parser
+leaves ``run`` in the parsed arguments.
 """
 
 from __future__ import annotations

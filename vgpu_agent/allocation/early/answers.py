@@ -73,8 +73,8 @@ class Answers:
     without the first.
 
     Attributes:
-        admitted_up_to: the highest `Pod.bound` of the pods to which the kubelet is known to have
-            given ids.
+        admitted_up_to: the highest `Pod.bound` (the position in the order of binds) of the pods to
+            which the kubelet is known to have given ids.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,8 @@ class Answers:
 
 def _has_answered(provision: Provision, answers: Collection[Edits]) -> bool:
     """Tell whether any of ``answers`` mounts the directory of the provision's own container: the
-    present one (``collected``), or that of an earlier version of the agent (``before``).
+    present one (``collected``), or that of an earlier version of the agent
+    (``earlier_directory``).
 
     Other parts of the answer may differ: an agent that has forgotten its guesses can answer for the
     same container again, with another GPU.
