@@ -3,9 +3,10 @@
 The kubelet counts the healthy ids of each resource, and writes the counts into the Node every ten
 seconds (nodeStatusUpdateFrequency). Where several families share GPUs, the counts change whenever a
 GPU goes from one family to another. A scheduler with an old count assigns pods that the kubelet
-then fails. So the agent writes the new count when the kubelet has received the list, and the
-kubelet's next write changes nothing. A count that decreases is written before the kubelet gets the
-shorter list. Meanwhile the ids that the list will lose are only for pods that are already bound.
+then fails. So the agent writes the new count when the kubelet has received the new list of ids
+(ListAndWatch), and the kubelet's next write changes nothing. A count that decreases is written
+before the kubelet gets the shorter list. Meanwhile the ids that the list will lose are only for
+pods that are already bound.
 
 The kubelet's own counts have priority. The agent writes each count once for each list, only over a
 count that the kubelet has written before, and only while the kubelet has as many ids as the list.
@@ -117,7 +118,7 @@ class AllocatableWriter:
         self.counts = WriterStatus("allocatable")
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Write the counts of each new list until cancelled."""
+        """Write the counts of each new list until cancelled; ``beat`` sends a heartbeat."""
         while True:
             beat()
             versions = Versions(self._node, self._lists, self._withdrawn)

@@ -74,11 +74,13 @@ class ConfigMapWatch:
 
     @property
     def longest_silence_seconds(self) -> float:
-        """The longest healthy silence of `run`, for ``Supervisor.start(stuck_after_seconds=…)``."""
+        """The longest time between two heartbeats of a healthy `run`, for
+        ``Supervisor.start(stuck_after_seconds=…)``.
+        """
         return self._places[0].reflector.longest_silence_seconds
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Keep ``text`` up to date, until cancelled."""
+        """Keep ``text`` up to date, until cancelled; ``beat`` sends a heartbeat."""
         async with asyncio.TaskGroup() as group:
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:
@@ -166,7 +168,8 @@ class ConfigMapWatch:
 
 
 class _Place:
-    """One namespace: a sink that keeps the texts of the ConfigMap there.
+    """One namespace: the receiver (`reflector.Sink`) of what its watch sees, which keeps the texts
+    of the ConfigMap there.
 
     ``found`` is None before the first answer, and an empty mapping when there is no such ConfigMap.
     """

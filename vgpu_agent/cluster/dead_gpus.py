@@ -95,8 +95,9 @@ def separate_devices(inventory: Inventory) -> tuple[DeadDevice, ...]:
 def pods_on(
     dead: Mapping[str, DeadDevice], grants: Iterable[Grant], pods: PodCache
 ) -> dict[str, tuple[Pod, dict[str, DeadDevice]]]:
-    """Return the pods that hold a dead device, by the API server's UID: the pod, and its dead
-    devices by UUID. Pods that the watch does not show are left out.
+    """Return the pods that hold a dead device, by the API server's UID (the kubelet has another
+    one for a static pod): the pod, and its dead devices by UUID. Pods that the watch does not show
+    are left out.
     """
     found: dict[str, tuple[Pod, dict[str, DeadDevice]]] = {}
     if not dead:

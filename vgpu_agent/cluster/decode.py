@@ -317,6 +317,8 @@ def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
                 for one in status.conditions or ()
             )
         ),
+        # The condition is False when the kubelet is about to create the pod's sandbox, so that no
+        # container runs.
         in_new_sandbox=any(
             one.type == "PodReadyToStartContainers" and one.status == "False"
             for one in status.conditions or ()

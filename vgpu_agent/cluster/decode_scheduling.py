@@ -159,7 +159,7 @@ _budgets = msgspec.json.Decoder(_Budget)
 def with_facts(decode_pod: Callable[[Json], Pod]) -> Callable[[Json], Pod]:
     """Return a decoder of pods that adds `Pod.scheduling` to those of ``decode_pod``; it raises as
     that one does. A pod of which only the facts cannot be read is there without them: it holds its
-    cards, and nobody displaces it.
+    cards, and is never preempted.
     """
 
     def decoded(raw: Json) -> Pod:
@@ -187,6 +187,7 @@ def facts(raw: Json) -> SchedulingFacts:
     owners = metadata.owner_references or ()
     controller = next((each for each in owners if each.controller), _Owner())
     gang = _gang(metadata, spec)
+    # why the pod must not be preempted; empty where it may be
     if spec.priority is not None and spec.priority >= _CRITICAL:
         protected = "critical"
     elif annotations.mirror is not None:
@@ -306,6 +307,7 @@ def _add(amounts: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def _traits(spec: _Spec) -> Iterable[Trait]:
+    """Yield what kube-scheduler's filters check of the pod beside the amounts of resources."""
     containers = (*(spec.init_containers or ()), *(spec.containers or ()))
     if spec.host_network or any(port.host_port for one in containers for port in one.ports or ()):
         yield Trait.HOST_PORTS

@@ -115,7 +115,9 @@ class FailedPods:
         self.found = 0
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Ask until there is an answer, a few times at most; then this is over."""
+        """Ask until there is an answer, a few times at most; then return. ``beat`` sends a
+        heartbeat.
+        """
         await asyncio.sleep(_SETTLING_SECONDS)
         backoff = Backoff()
         for _ in range(_TRIES):

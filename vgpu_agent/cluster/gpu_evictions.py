@@ -36,7 +36,7 @@ _SHORTEST_WAIT_SECONDS = 0.01
 
 def desired_labels(facts: GpuFacts, pods: PodCache) -> dict[str, DesiredPod]:
     """Return the label of each pod that holds a dead GPU, and its absence on pods that hold others,
-    by the kubelet's UID.
+    by the kubelet's UID (the API server's, except for static pods).
     """
     desired: dict[str, DesiredPod] = {}
     for grant in facts.grants():
@@ -77,7 +77,8 @@ class GpuEvictions:
             events: for the owners.
             facts: the GPUs and their holders.
             pods: the pods of this node.
-            after_seconds: how long all that time the pod has held a dead GPU.
+            after_seconds: how long a pod must have held a dead GPU, without a break, before it is
+                evicted.
             journal: evictions and troubles are recorded there.
             look_seconds: the longest time between two looks, and between heartbeats.
         """

@@ -70,7 +70,8 @@ class Reschedule:
             wake: advances with each change of ``refusals``.
             binding: the times of events and evictions.
             journal: evictions and troubles are recorded there.
-            notices: about containers that were started; their pods get an event for each.
+            notices: messages about containers that were started, but not as they asked; their pods
+                get an event for each.
             look_seconds: how often the loop sends a heartbeat, and how long such an event may
                 wait.
             rescued: a resource → whether `rescue` deals with its final refusals, those of starts

@@ -146,7 +146,8 @@ class Rescue:
         self._cases: dict[str, _Case] = {}  # by UID
         self._recreations: dict[str, _Recreation] = {}  # of copies, by UID
         self._done: dict[str, None] = {}  # UIDs; the latest at the end
-        # `PodCache.ends` and `PodCache.lists` when failed pods were listed last
+        # when failed pods were listed last: how many pods had ended, and how many complete lists of
+        # pods had been read (`PodCache.ends` and `PodCache.lists`)
         self._seen = (-1, -1)
         self._list_backoff, self._list_due = Backoff(), 0.0
         self._beat: Callable[[], None] = lambda: None

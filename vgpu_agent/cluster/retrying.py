@@ -35,7 +35,7 @@ def is_permanent(err: ClusterError) -> bool:
     return err.status in _PERMANENT
 
 
-# Rights that only a component grants; all others are in the base.
+# Rights that only a Kustomize component in manifests/ grants; all others are in rbac.yaml there.
 _COMPONENTS = {
     "create pods/eviction": "components/eviction",
     "create pods": "components/reschedule",

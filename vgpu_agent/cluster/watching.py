@@ -46,11 +46,15 @@ class _Watch:
 
     @property
     def longest_silence_seconds(self) -> float:
-        """The longest healthy silence of `run`, for ``Supervisor.start(stuck_after_seconds=…)``."""
+        """The longest time between two heartbeats of a healthy `run`, for
+        ``Supervisor.start(stuck_after_seconds=…)``.
+        """
         return self._reflector.longest_silence_seconds
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Keep the copy of the watched objects up to date, until cancelled."""
+        """Keep the copy of the watched objects up to date, until cancelled; ``beat`` sends a
+        heartbeat.
+        """
         await self._reflector.run(beat)
 
 
@@ -109,8 +113,8 @@ class PodWatch(_Watch):
 
 
 class _Living:
-    """The sink of a watch that selects pods that have not ended. A pod that ends is no longer
-    selected, so the watch reports its end as a deletion.
+    """The receiver (`reflector.Sink`) of a watch that selects pods that have not ended. A pod that
+    ends is no longer selected, so the watch reports its end as a deletion.
     """
 
     def __init__(self, pod_cache: PodCache) -> None:
@@ -162,8 +166,8 @@ class NodeWatch(_Watch):
 
 
 class _Only:
-    """The sink of our Node. What it notes about a version is noted here and not by the readers of
-    ``latest``: a reader may miss a version, the sink sees each.
+    """The receiver (`reflector.Sink`) of our Node. The times of `_dated` are noted here and not by
+    the readers of ``latest``: a reader may miss a version, the receiver sees each.
     """
 
     def __init__(self, latest: Latest[Node | None], clock: Callable[[], float]) -> None:
