@@ -71,7 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from vgpu_agent import agent  # noqa: PLC0415
 
     if asyncio.run(agent.run(loaded)):
-        # The agent that had taken over is gone. Begin again in this process, because the kubelet
-        # waits longer and longer before it restarts a container.
+        # In an upgrade, the next agent had taken over and this process only waited to be stopped,
+        # but that agent is gone. Begin again in this process, because the kubelet waits longer and
+        # longer before it restarts a container.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - ourselves
     return 0

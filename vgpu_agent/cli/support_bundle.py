@@ -237,7 +237,7 @@ def _part(name: str, collected: Callable[[], bytes], *, timeout_seconds: float) 
 
 
 def _within_the_sum(parts: list[Part]) -> list[Part]:
-    """Take the content of the parts that would make the archive too large."""
+    """Remove the content of the parts that would make the archive too large."""
     total = 0
     for part in parts:
         size = len(part.content or b"")
@@ -363,7 +363,7 @@ class Names:
     def __init__(self) -> None:
         self._namespaces: dict[str, str] = {}
         self._pods: dict[tuple[str, str], str] = {}
-        self._bare: dict[str, str] = {}
+        self._bare: dict[str, str] = {}  # pod without its namespace → numbered name
 
     @classmethod
     def of(cls, parts: list[Part]) -> Names:

@@ -19,6 +19,7 @@ FORMER_KEYS = {
         "failed requests and watches are tried again after at most 0.8 s at first"
     ),
     "cluster.connectTimeoutSeconds": "a connection to the API server may take 5 s",
+    # handshake: an annotation of the Node by which schedulers ask whether the plugin is alive
     "cluster.handshakeMinSeconds": "handshakes of old schedulers are answered every 15 s at most",
     "cluster.requestTimeoutSeconds": "a request to the API server may take 15 s",
     "cluster.startWaitSeconds": "the start waits 5 s for the first list of Node and pods",

@@ -23,9 +23,10 @@ class AdmissionOptions(msgspec.Struct, frozen=True):
     Attributes:
         domain: of the family's keys; empty for the default one.
         scheduler_name: for pods that have not chosen a scheduler.
-        node_policy: for pods that have none.
-        device_policy: the same.
-        topology_mode: for pods that have none and a container that asks for several GPUs.
+        node_policy: ``binpack``, ``spread`` or ``none``, over Nodes, for pods that have none.
+        device_policy: the same, over the GPUs of a Node.
+        topology_mode: how GPUs of one container belong together (``numa``, ``link``, …), for pods
+            that have none and a container that asks for several GPUs.
         runtime_class: for pods that have none.
         completes_limits: add the amounts that a container leaves out to its limits.
     """
@@ -77,7 +78,8 @@ class LargestNode(msgspec.Struct, frozen=True):
 
     Attributes:
         gpus: the most GPUs of one Node.
-        memory_units: the most memory of one GPU, in units of a request.
+        memory_units: the most memory of one GPU, in the units in which pods ask for memory; the
+            Node says how many MiB a unit is.
         is_limit: the operator has stated that no Node has or will have more GPUs. Otherwise the
             amounts are those of the Nodes seen so far. These differ between replicas, so nothing is
             refused because of them.

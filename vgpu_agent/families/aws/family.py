@@ -76,7 +76,9 @@ class AwsOptions(msgspec.Struct, frozen=True):
     def from_settings(
         cls, settings: Settings, *, lists: ListOptions, mps_view: MpsView = IN_CONTAINER
     ) -> AwsOptions:
-        """The options that the configuration asks for."""
+        """Return the options that the configuration asks for; ``mps_view`` is where the agent sees
+        the files that MPS control daemons share with containers.
+        """
         aws, mps_settings = settings.section(Aws), settings.mps
         # pods written for AWS's plugin mount them from there (aws §II.3)
         pipes = "" if mps_view.simulated else mps.DEFAULT_PIPE_DIRECTORY

@@ -55,6 +55,7 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
 def _names(settings: Settings) -> Iterator[OfferedName]:
     # `change_order`: of two equal names, the operator is asked to change the one with the lower
+    # number
     yield OfferedName(
         settings.section(Aws).resource_name, FAMILY, "aws.resourceName", change_order=0
     )
