@@ -105,9 +105,9 @@ class Trouble(msgspec.Struct, frozen=True):
     """An event or a state that makes a GPU Unhealthy.
 
     Attributes:
-        code: as of `Cause`.
-        text: as of `Cause`, while it lasts.
-        remedy: as of `Cause`, while it lasts.
+        code: its short name for metrics, such as ``XID 79``, as in `Cause`.
+        text: the sentence about it while it lasts, without its full stop.
+        remedy: what helps against it while it lasts.
         later: the text once it is over; empty for an event, which has no end.
         later_remedy: the remedy once it is over.
     """
@@ -147,7 +147,7 @@ class Probe(msgspec.Struct, frozen=True):
                 self.trouble,
                 Remedy.REBOOT_OR_REPLACE,
                 "the driver did not list this GPU for a while",
-                Remedy.CHECK_SLOT,
+                Remedy.CHECK_SLOT,  # the PCIe slot and the power of the card
             )
         if self.trouble:
             lost = f"(NVML code {GPU_IS_LOST})" in self.trouble

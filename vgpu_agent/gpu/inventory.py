@@ -204,7 +204,9 @@ def _joined(known: Gpu | None, card: Card) -> Gpu:
 
 
 def _is_of(slot: Slot, instance: MigInstance | None) -> bool:
-    """Tell whether the slot holds this instance, as far as the slot identifies it."""
+    """Tell whether the slot, a place in NVML's list of the GPU's MIG devices, holds this instance,
+    as far as the slot identifies it.
+    """
     return (
         instance is not None and slot.index == instance.index and slot.uuid in {"", instance.uuid}
     )
