@@ -115,7 +115,9 @@ class SchedulingFamily(Protocol):
         ...
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
-        """Read a Node's annotations; ``slots`` is its allocatable number of `number_resource`."""
+        """Read a Node's annotations; ``slots`` is its allocatable number of `number_resource`. An
+        `Unfit` says why the Node cannot take any pod.
+        """
         ...
 
     def read_demand(self, pod: Pod) -> PodDemand | None:

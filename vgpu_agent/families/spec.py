@@ -263,7 +263,8 @@ class FamilySpec(msgspec.Struct, frozen=True):
         labels: those of pods.
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
-        values: a pattern, in the same way, of those of them whose value counts as well.
+        values: a pattern, in the same way, of those of them whose text the family reads; of the
+            others it only has to know whether they are there.
         parts: the names of those parts of `BuiltFamily` that have another name than it, as grants
             and resources have them, e.g. ``vgpu-manager-mig``.
         metrics: its own metrics.

@@ -1,5 +1,5 @@
 """The `nvidia` family: GPUs and MIG instances under NVIDIA's names, whole or shared, as its own
-device plugin and iktos's fork offer them.
+device plugin and iktos's fork of it (k8s-gpu-sharing-plugin) offer them.
 
 Names, ids and answers are NVIDIA's and iktos's (nvidia §3, §4, §6, §7; iktos §I.2 to §I.5), so a
 cluster can switch without touching a pod. The ids name the device, so `Allocate` can answer

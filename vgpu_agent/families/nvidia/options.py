@@ -1,4 +1,5 @@
-"""The settings of the `nvidia` family, in NVIDIA's words and in those of iktos's fork.
+"""The settings of the `nvidia` family, in the words of NVIDIA's plugin and of iktos's fork of it
+(k8s-gpu-sharing-plugin).
 
 NVIDIA's sharing strategies and iktos's ``resourceConfig`` become one list of entries here. What
 else is different for iktos's fork is the form of the ids, their order and their spreading
@@ -125,6 +126,12 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
     ) -> NvidiaOptions:
         """Return the configured options; if several define the sharing, iktos's entries win, then
         MPS (nvidia G12).
+
+        Args:
+            settings: those of the agent.
+            lists: how containers get their devices.
+            wsl: the node is a Windows Subsystem for Linux.
+            mps_view: where the agent itself sees the files that MPS daemons share with containers.
         """
         plugin, sharing, resources = (
             settings.plugin,

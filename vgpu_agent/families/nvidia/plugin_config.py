@@ -196,6 +196,7 @@ class _Translator:
             node = yaml.Node([yaml.Node(node.value, node.line)], node.line)
         elif key.is_switch and isinstance(node.value, str):
             node = yaml.Node(_YAML_BOOLEANS.get(node.value, node.value), node.line)
+        # Some keys of other families have the same source in NVIDIA's file, and are set with it.
         for ours in (_OUR_KEYS[path], *options.keys_set_with(_OUR_KEYS[path], in_file=True)):
             self._put(ours, path, node)
 

@@ -82,8 +82,9 @@ class Gates(msgspec.Struct, frozen=True):
         reschedule: AllocationFailureReschedule; failed pods are evicted or recreated.
         topology: TopologyAwareGPUAllocation; the Node shows the links between its GPUs.
         sm_watcher: SharedSMUtilizationWatcher; compute is measured once for all containers.
-        tracks_virtual_memory: VirtualMemoryTracking; containers count spilled memory.
-        client_mode: DevicePluginClientMode; containers register their processes.
+        tracks_virtual_memory: VirtualMemoryTracking; containers count spilled memory: what was
+            allocated for a card and lies in the host's memory.
+        client_mode: DevicePluginClientMode; containers register their processes with the agent.
         prefer_claimed: HonorPreAllocatedDeviceIDs; the kubelet is asked for ids of the GPUs that a
             scheduler has chosen.
         problems: one sentence for each entry that is not ``Gate=value``.

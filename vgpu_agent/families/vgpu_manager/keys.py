@@ -55,7 +55,9 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def node_config(self) -> str:
-        """The node's scaling and split count, as JSON."""
+        """As JSON, how many times the node offers its cards' memory and compute (scaling), and how
+        many containers may share a card (split count).
+        """
         return self._key("node-config-info")
 
     @property
@@ -75,14 +77,19 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def node_gpu_domain(self) -> str:
-        """The network rail of each GPU, by UUID; written by the operator."""
+        """The network rail of each GPU (the network that its network card is on), by UUID; written
+        by the operator.
+        """
         return self._key("node-gpu-domain")
 
     # -- what users write on pods, and operators on Nodes (vgpu-manager §4.1) ----------------------
 
     @property
     def compute_policy(self) -> str:
-        """``fixed``, ``balance`` or ``none``; the pod's annotation overrides the Node's."""
+        """``fixed`` (a container never gets more than its share of the compute), ``balance`` (it
+        gets more while the card is idle) or ``none`` (no limit); the pod's annotation overrides the
+        Node's.
+        """
         return self._key("vgpu-compute-policy")
 
     @property
@@ -146,8 +153,8 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def predicate_time(self) -> str:
-        """The time when the extender chose the node, in unix nanoseconds; or `FINISHED` once the
-        pod has its shares or has failed.
+        """The time when the extender chose the node, in unix nanoseconds; or `pod_state.FINISHED`
+        once the pod has its shares or has failed.
         """
         return self._key("predicate-time")
 

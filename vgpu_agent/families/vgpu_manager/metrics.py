@@ -250,6 +250,9 @@ def _physical_used(readings: Readings, share: Share, use: ControlledUse | None) 
 
 
 def _used(readings: Readings, share: Share, use: ControlledUse | None) -> float | None:
+    """Return that memory, and what has spilled: memory that was allocated for the card and lies in
+    the host's.
+    """
     physical, gpu = _physical_used(readings, share, use), readings.inventory.gpu(share.device)
     if use is None or physical is None or gpu is None:
         return None

@@ -34,7 +34,8 @@ _SETTINGS = "vgpuManager"
 
 
 def shared_gpus(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Gpu, ...]:
-    """Return the GPUs that ``vgpu-number`` has ids of, in the order of `Inventory.numbered`.
+    """Return the GPUs that ``vgpu-number`` has ids of, in the order of `Inventory.numbered`, where
+    a GPU keeps its number when another one is lost.
 
     Excluded ones are among them: they are advertised as unhealthy and not hidden (vgpu-manager
     §2.1). The strategy `SINGLE` is for nodes whose GPUs are all divided, so there are none.
@@ -148,7 +149,7 @@ def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         prefers=options.prefer_claimed,
         ids_setting=f"{_SETTINGS}.deviceSplitCount",
         requires_mig_off=True,
-        init_shares=True,
+        init_shares=True,  # init containers have claims of their own
         withheld=withheld(inventory, options),
     )
 
@@ -187,6 +188,7 @@ def _quota(
     options: VgpuManagerOptions,
 ) -> Resource:
     shared = {gpu.uuid for gpu in shared_gpus(inventory, options)}
+    # Each id is the card's number and a count, packed; a number from `CARDS` on does not fit.
     blocks = tuple(
         IdBlock("", count(gpu), gpu.uuid, codec=PackedIds(number))
         for number, gpu in inventory.numbered.items()

@@ -81,7 +81,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         memory_on,
         request.cores_percent,
         f"{len(question.ids)} × {question.resource.name} ({request.text()})",
-        all_compute_is_exclusive=False,
+        all_compute_is_exclusive=False,  # 100 % of the compute may share with those that ask for 0
     )
     rooms = [room for room in question.rooms if room.device in cards]
     fitting = {

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from vgpu_agent.families.vgpu_manager.keys import Keys
     from vgpu_agent.pods import Pod, PodContainer
 
-# Variables that a container sets itself, as literal values (vgpu-manager §4.1).
+# Variables that a container sets itself, as literal values (vgpu-manager §4.1). With the first one
+# it asks for more memory than the card has, some of it in the host's; with the second one, to run
+# without the library that limits it.
 OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", DISABLED_BY
 
 _MAX_MIB = 2**40  # more than any card has

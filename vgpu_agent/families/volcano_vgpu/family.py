@@ -265,8 +265,9 @@ class VolcanoVgpuFamily:
         )
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """Return the register annotation (volcano-vgpu G1), the answer to a handshake, the removal
-        of a stale lock, and two labels for operators.
+        """Return the register annotation (volcano-vgpu G1), the answer to a handshake (an
+        annotation in which old schedulers ask whether the device plugin is alive), the removal of a
+        stale lock, and two labels for operators.
 
         The register annotation shows a GPU as full if the GPU is unhealthy, serves another family,
         or has a resource that is not offered now.

@@ -46,7 +46,9 @@ def register_text(
     """The register annotation: one entry for each GPU, in the order of ``gpus``, which is the order
     in which schedulers count (volcano-vgpu §2.1).
 
-    Every entry has the same ``mode``, and schedulers read that of the last one.
+    ``units`` has the memory of each GPU in units of the memory resource, and ``split`` is the
+    number of containers that may share one GPU. Every entry has the same ``mode``, and schedulers
+    read that of the last one.
 
     A GPU that must not be given away is announced with count 0: schedulers read the health and
     ignore it, while a count of 0 keeps new pods off and the accounting of the old ones right

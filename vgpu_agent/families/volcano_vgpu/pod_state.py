@@ -47,8 +47,9 @@ def desired_annotations(
         names: of the resources.
         factor: MiB in one unit of memory.
         failed: the pod will never start here.
-        segment_of: the desired segment of a container with a grant, from the present one. By
-            default a scheduler's decision stays, and without one the grant's shares are written.
+        segment_of: the desired segment (the container's part of `DECISION`, which names its GPUs)
+            of a container with a grant, from the present one. By default a scheduler's decision
+            stays, and without one the grant's shares are written.
     """
     if failed:
         # What is left to allocate stays as it was; a pod without a scheduler's decision is left

@@ -168,14 +168,14 @@ class VolcanoScheduling:
         return PodDemand(demand, tuple(each.name for each in asking))
 
     def misspelt(self, _pod: Pod) -> Sequence[str]:
-        """See `SchedulingFamily`; Volcano's policies are none of a pod's."""
+        """See `SchedulingFamily`; Volcano's pods have no annotation with a policy."""
         return ()
 
     def read_holding(self, pod: Pod) -> Holding | None:
         """See `SchedulingFamily`. Only the annotation `DECISION` counts, which schedulers write
-        once, and only of bound pods (volcano-vgpu §8). It counts up to as many segments as
-        containers ask for cards: any user can write more, and the kubelet gives other containers no
-        device.
+        once, and only of bound pods (volcano-vgpu §8). It counts up to as many segments (the parts
+        of the annotation, one for each container) as containers ask for cards: any user can write
+        more, and the kubelet gives other containers no device.
         """
         text = pod.annotations.get(DECISION, "")
         asking = len(self._names.asking(pod))

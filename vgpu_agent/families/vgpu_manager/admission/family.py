@@ -179,6 +179,8 @@ class VgpuManagerAdmission:
         keys = self._keys
         for container, name in zip(demand.containers, names, strict=True):
             place = f"pod {pod.full_name}, container {name}"
+            # `is_limit`: the operator has stated that no Node ever has more GPUs. Otherwise the
+            # numbers are those of the Nodes seen so far, which refuse nothing.
             if largest.is_limit and largest.gpus < container.number:
                 yield (
                     f"{place}: {keys.number} is {container.number}, and the largest Node has "
@@ -224,7 +226,9 @@ class VgpuManagerAdmission:
             yield f"{keys.cross_pod} has no effect without {keys.topology_mode}: link"
 
     def size_of(self, node_annotations: Mapping[str, str]) -> LargestNode:
-        """Return the number of cards of a Node, whether healthy or not, and the largest memory."""
+        """Return the number of cards of a Node, whether healthy or not, and the largest memory of
+        one of them, in units of a request (the Node's ``deviceMemoryFactor`` MiB).
+        """
         found = read_cards(node_annotations, 1, self._keys)
         if isinstance(found, Unfit):
             return LargestNode()

@@ -75,8 +75,10 @@ def rules(keys: Keys) -> Mapping[str, Rule]:
             f"{VIRTUAL} or {PHYSICAL}",
         ),
         keys.topology_mode: _one_of(*MODES, NONE),
+        # whether the links to the cards of the other pods of a group count, too
         keys.cross_pod: _one_of(*_SWITCH),
         keys.compute_policy: _one_of(*(policy.value for policy in ComputePolicy)),
+        # the time for which cards are kept for the pod before it is bound
         keys.stuck_grace: Rule(
             (),
             lambda text: seconds_of(text) >= _LEAST_GRACE_SECONDS,

@@ -93,6 +93,9 @@ def misspelt(pod: Pod, keys: Keys) -> tuple[str, ...]:
 def _container_demand(
     pod: Pod, container: PodContainer, request: Request, keys: Keys, options: SchedulingOptions
 ) -> ContainerDemand:
+    """Return the demand of a container. An incomplete request, with compute and without memory or
+    the other way round, is treated as the operator says.
+    """
     cores, memory = request.cores_percent, request.memory_mib
     incomplete = (
         (options.cores_only, keys.cores, keys.memory)

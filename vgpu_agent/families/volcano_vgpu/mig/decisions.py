@@ -2,11 +2,12 @@
 those that a scheduler has chosen, others of the same size, or those that the agent finds.
 
 Two pods of one scheduling round can be given the same instance, because the scheduler counts
-instances only after it has seen the pods bound (volcano-vgpu D15). So of what an annotation names
-(GPU, group, position) only the GPU, the group and the size of the instance are binding, and the
-ledger's grants decide which instance of that size it is. A GPU that must be divided first is
-named in the decision, instead of shares. No container has a part of it then, and `allocation` has
-it divided before it asks again. Called by `family`.
+instances only after it has seen the pods bound (volcano-vgpu D15). An annotation names a GPU, a
+*group* (one of the divisions that ``knownMigGeometries`` has for the GPU's model) and a position in
+it; a *slot* is such a position. Only the GPU, the group and the size of the instance count, and the
+ledger's grants decide which instance of that size it is. A GPU that must be divided first is named
+in the decision, instead of shares. No container has a part of it then, and `allocation` has it
+divided before it asks again. Called by `family`.
 """
 
 from __future__ import annotations

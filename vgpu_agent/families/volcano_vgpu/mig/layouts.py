@@ -1,11 +1,12 @@
 """Find the MIG instance that an annotation means, and the free ones:
 GPUs, geometries and positions, without pods.
 
-A scheduler names ``GPU-…[group-position]``; positions count through the instances of the group in
-the order of the geometries (volcano-vgpu §4.3). The replaced plugin takes a position for NVML's
-index, whose order the driver chooses. Here the k-th position of a profile is the k-th instance of
-that profile, so it is always an instance of the size that was meant. Called by `family`,
-`decisions` and `volcano_vgpu.offer`.
+A *group* is one way to divide a GPU into instances of its profiles, and the *geometries* are the
+groups that the models of GPUs may have. A scheduler names ``GPU-…[group-position]``; positions
+count through the instances of the group in the order of its profiles (volcano-vgpu §4.3). The
+replaced plugin takes a position for NVML's index, whose order the driver chooses. Here the k-th
+position of a profile is the k-th instance of that profile, so it is always an instance of the size
+that was meant. Called by `family`, `decisions` and `volcano_vgpu.offer`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 ``volcano.sh/gpu`` or ``volcano.sh/mig-1g.10gb``.
 
 The replaced plugin offers them and then answers nothing, because their names are not that of its
-count resource (volcano-vgpu §4.3, volcano-vgpu D16); up to 1.11 it had ``nvidia.com/mig-…`` and
-passed the instances to containers. Here the ids name the instances, and the answer is complete in
-Allocate. No scheduler decides anything about them: they are counted like any resource. A family of
-its own beside `volcano_vgpu`, so that the ledger keeps both apart: whole GPUs are shared there,
-GPUs in MIG mode are granted here.
+count resource, ``volcano.sh/vgpu-number`` (volcano-vgpu §4.3, volcano-vgpu D16); up to 1.11 it had
+``nvidia.com/mig-…`` and passed the instances to containers. Here the ids name the instances, and
+the answer is complete in Allocate. No scheduler decides anything about them: they are counted like
+any resource. A family of its own beside `volcano_vgpu`, so that the ledger keeps both apart: whole
+GPUs are shared there, GPUs in MIG mode are granted here.
 """
 
 from __future__ import annotations
