@@ -2,9 +2,10 @@
 
 A GPU serves one family at a time, and the families' schedulers know nothing of each other. Claims
 keep a GPU for a pod that is on its way, turns offer a returned GPU to one family after the other,
-drains make a GPU return that one family would never give back, and withdrawals let the kubelet
-follow a moment after the schedulers. This module brings the four in line with each change of the
-ledger. On a node with one family there is nothing to decide.
+and drains make a GPU return that one family would never give back. A withdrawal is the moment in
+which schedulers see fewer ids of a family already, and the kubelet still has them, for the pods
+that are on their way. This module brings the four in line with each change of the ledger. On a node
+with one family there is nothing to decide.
 
 `book` has one `Arbitration`, asks it about each device, and reports every change to it.
 """
@@ -129,7 +130,8 @@ class Arbitration:
     def counts_written(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds of withdrawals up to ``number``, or,
         with None, that the agent cannot write them. Return whether a withdrawal ends earlier
-        because of that.
+        because of that. The counts are the numbers of ids in the Node's status; the withdrawals
+        that begin with one change of the ledger are a round.
         """
         return self._withdrawals.counts_written(number)
 

@@ -167,7 +167,8 @@ class Ledger:
 
     def end_turns(self) -> None:
         """Offer each GPU whose turn is over to the next family, or to all, and end withdrawals that
-        are due; see `turn_ends_in_seconds`.
+        are due; see `turn_ends_in_seconds`. In a withdrawal the kubelet still has ids that
+        schedulers are no longer to know of.
         """
         if self._arbitration.move_on():
             self._changed()
@@ -677,7 +678,8 @@ class Ledger:
             reservation_seconds: how long a reservation may stay unconfirmed.
             newest: `newest` from before the records were read; they do not cover ids that were
                 booked since.
-            initial: the ledger is being rebuilt, so adopting is no drift.
+            initial: the ledger is being rebuilt, so it is no drift to adopt a grant, that is to
+                enter one that only the records show.
             may_release: False while the kubelet itself is still finding its pods again after a
                 restart.
             still_runs: whether a grant stays although the records do not show it.

@@ -4,8 +4,8 @@ so that it becomes free and another family gets its turn.
 A family with a steady stream of short pods never returns a GPU, because each share that ends is
 taken by the next pod. Pods that no scheduler can place are not visible on the node. The evidence
 that such pods wait is a family that had pods here lately and has none now. When many pods of other
-families have ended since then, the GPU on which pods end fastest is drained. When it is free, its
-round begins (`turns`), and its family comes last.
+families have ended since then, the GPU on which pods end fastest is drained. When it is free, it is
+offered to one family after the other (its round, see `turns`), and its own family comes last.
 
 One GPU is drained at a time. If it is not free after as many further ends, a pod on it runs for
 long, and the next GPU is drained instead. `arbitration` holds one `Drains` and reports every change
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 ENDS_BEFORE_A_DRAIN = 48
-"""Twelve rounds of the four shares that a GPU often has:
+"""Twelve times the four shares that a GPU often has:
 the drain costs a small part of what the family gets in that time.
 """
 

@@ -24,8 +24,8 @@ def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, s
 
     Such a pair is tolerated in two families, because the replaced plugins never ran on one node and
     some give their ids the same form: a device serves one family at a time, so only one of the two
-    can have a holder whose pod shows the id's health. Pairs of resources that nobody decides about
-    (`Decider.NOBODY`) are left out, because they have no holders.
+    can have a holder, whose pod shows the id's health in its status (KEP-4680). Pairs of resources
+    that nobody decides about (`Decider.NOBODY`) are left out, because they have no holders.
     """
     for one, other in itertools.combinations(resources, 2):
         if one.decided_by is Decider.NOBODY is other.decided_by:

@@ -1,4 +1,5 @@
-"""Bring the ledger in line with the kubelet's records: add, name and release grants.
+"""Bring the ledger in line with the kubelet's records: add grants that only the records show (adopt
+them), enter the owners of grants (name them), and release grants.
 
 Where the two differ, the kubelet's records decide. `Ledger.reconcile` in `book` calls this at start
 and after each reading of the records.
