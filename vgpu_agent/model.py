@@ -30,7 +30,8 @@ INTEGRATED = "tegra"
 class Remedy(enum.StrEnum):
     """The action that helps an Unhealthy device. The value is its short name, for metrics.
 
-    Ordered from the mildest trouble to the worst. `sentence` explains it to an operator.
+    Ordered from the mildest trouble to the worst. `sentence` explains it to an operator. The peers
+    of a GPU are here the GPUs that it exchanges data with (P2P).
     """
 
     WAIT = "none"
@@ -364,7 +365,8 @@ class Resource(msgspec.Struct, frozen=True):
         holders: the same by device, where devices differ; ``holders_per_device`` is then the
             largest of them.
         prefers: the kubelet is to ask which ids suit best (GetPreferredAllocation). Where the pod
-            decides, these are the ids of the GPUs that `PodFamily.named` returns.
+            decides, these are the ids of the GPUs that a scheduler has given to the pod
+            (`PodFamily.named`).
         ids_setting: the setting that determines the number of ids, for the error when there are too
             many, e.g. ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never exceeds it.
@@ -579,7 +581,7 @@ class ContainerUsage(msgspec.Struct, frozen=True):
 
 
 class WrittenLimit(msgspec.Struct, frozen=True):
-    """The limit of one card, as it is written for the library of a container.
+    """The limit of one card, as it is written for a container's library of vgpu-control.
 
     Attributes:
         memory_bytes: 0 when nothing limits memory.
@@ -592,8 +594,8 @@ class WrittenLimit(msgspec.Struct, frozen=True):
 
 
 class ControlledUse(msgspec.Struct, frozen=True):
-    """The use that one container makes of its cards, as far as its library and the list of its
-    processes tell, and its limits as they are written. Cards have NVML's indices.
+    """The use that one container with vgpu-control makes of its cards, as far as its library and
+    the list of its processes tell, and its limits as they are written. Cards have NVML's indices.
 
     Attributes:
         pids: the ids of its processes on the host; None when the processes are not listed.

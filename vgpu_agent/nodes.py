@@ -74,7 +74,7 @@ class DesiredNode(msgspec.Struct, frozen=True):
         min_write_interval_seconds: annotation → the least seconds between two writes of it by the
             agent.
         guarded: annotations whose removal must fail when the Node has changed since it was read (a
-            lock that was just taken again).
+            scheduler's lock on the Node that was just taken again).
     """
 
     annotations: Mapping[str, str | None] = msgspec.field(default_factory=dict)

@@ -30,6 +30,9 @@ answers and no faults.
 """
 
 NORMAL = ABSENT | {NOT_FOUND, TIMEOUT}
+"""The codes that are not counted as errors in the status: those of `ABSENT`, "there is nothing",
+and a wait for events that ended without one.
+"""
 
 
 def remedies(code: int, driver_root: Path, *, in_container: bool) -> tuple[str, ...]:

@@ -93,7 +93,8 @@ class Session:
         self._events: EventSet | None = None
         self._registered: dict[str, bool] = {}  # by UUID: True if registered for events, else False
         self._handles: dict[str, Handle] = {}
-        # of the last reading, by UUID; None for a GPU that was being divided again
+        # Of the last reading, by UUID. None for a GPU that was not settled: it was being divided
+        # again. Each MIG device that a GPU has is a slot of its layout.
         self._layouts: dict[str, mig.Layout | None] = {}
         self._mig_troubles: dict[str, tuple[str, ...]] = {}
         self._links_of: frozenset[tuple[str, str]] | None = None

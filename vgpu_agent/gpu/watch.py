@@ -281,6 +281,7 @@ class GpuWatch:
         self._reopening.read(
             snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopened, now=now
         )
+        # a GPU that was divided again while it was read is not settled, and is read again soon
         settled = all(card.mig.settled for card in snapshot.reading.cards)
         self._next_look = now + _MIG_LOOK_SECONDS * (1.0 if settled else _SHORTEST_INTERVAL)
         self._take(snapshot)

@@ -49,7 +49,10 @@ LOCK_DIRECTORY = "/tmp/.vgpu_lock"  # noqa: S108
 VMEM_DIRECTORY = "/tmp/.vmem_node"  # noqa: S108
 SM_NODE_DIRECTORY = "/tmp/.sm_node"  # noqa: S108
 
-# Names of files and directories of a container on the host.
+# Names of files and directories of a container on the host. The library records spilled memory in
+# vmem_node: what was allocated for a card and lies in the host's memory. In sm_node it has its
+# samples of the use of compute, and the token bucket by which the container's processes share the
+# launches of kernels.
 CONFIG_FILE = "config/vgpu.config"
 PIDS_FILE = "config/pids.config"
 VMEM_FILE = "vmem_node/vmem_node.config"
@@ -185,7 +188,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
         disable_variable: the settings' ``vgpuControl.disableVariable``: for which pods
             `DISABLED_BY` counts.
         sm_watcher: the agent samples the use of compute for all containers.
-        tracks_virtual_memory: containers keep account of spilled memory.
+        tracks_virtual_memory: containers keep account of spilled memory (`VMEM_FILE`).
     """
 
     host_directory: str

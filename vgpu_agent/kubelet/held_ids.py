@@ -34,6 +34,7 @@ _MAX_AT_ONCE = b"{1,1000}"
 
 class SeenNumbers:
     """The `NumberedIds` of a resource that the kubelet has, one byte for each, and its other ids.
+    Numbered ids differ in their numbers only; there is one block of them for each device.
 
     Attributes:
         unknown: ids that are not among ours, at most a thousand of them.

@@ -75,8 +75,8 @@ class SentList(msgspec.Struct, frozen=True):
 
     @property
     def offered(self) -> Sequence[DeviceId]:
-        """The ids of the list. Where it was built from compact `NumberedIds`, these are returned,
-        and the held ids of lost devices are left out.
+        """The ids of the list. Where it was built from compact `NumberedIds` (ids that differ in
+        their numbers only), these are returned, and the held ids of lost devices are left out.
         """
         if isinstance(self.devices, NumberedList):
             return NumberedIds(tuple(block for block, _ in self.devices.blocks))

@@ -1,11 +1,11 @@
 """The life of one MPS control daemon: found or started, given its limits, checked, watched,
 and ended after its last use.
 
-A daemon that ends takes the CUDA programs of its clients with it (NVIDIA's issue 669). So the main
-rule: no daemon is ended, replaced or killed while a container holds a share through it. An agent
-that starts adopts the existing daemon. Anything that keeps the limits from being in force is the
-daemon's *trouble*. As long as there is one, the resource is not offered (issue 1946: early pods
-without limits).
+A daemon that ends takes the CUDA programs of its clients with it (issue 669 of NVIDIA's device
+plugin). So the main rule: no daemon is ended, replaced or killed while a container holds a share
+through it. An agent that starts adopts the existing daemon. Anything that keeps the limits from
+being in force is the daemon's *trouble*. As long as there is one, the resource is not offered. A
+pod that started before the limits were set would have none (issue 1946 there).
 
 Run by `supervision`, one loop for each resource, under the agent's supervisor.
 """

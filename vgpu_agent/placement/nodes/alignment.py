@@ -9,8 +9,9 @@ rails of their cards, their components, and the domains of these.
 
 The anchor determines sets of cards on each Node, and the pod goes to the first set with room: cards
 on the peers' rails, then the component of a peer on this Node, or else a component of the same
-domain as the peers' components on other Nodes. With ``link-strict`` the pod does not go to a Node
-where no such set has room. Otherwise it may get any cards there.
+domain as the peers' components on other Nodes. With ``link-strict``, the topology mode in which a
+pod asks for that, it does not go to a Node where no such set has room. Otherwise it may get any
+cards there.
 
 A Node with peers is better than any other, and a Node with such a set is better than one without.
 For the first pod of a group, and among equally good Nodes, the number of waiting peers counts that
@@ -72,7 +73,13 @@ class Anchor(msgspec.Struct, frozen=True):
 
 
 class _Key(NamedTuple):
-    """The quality of a Node; the larger the better. See `_Quality`."""
+    """The quality of a Node; the larger the better.
+
+    Attributes:
+        nearness: see `_Quality`, also for the next two.
+        peers: the number of the pod's peers on the Node.
+        rank: how well the Node's cards and their free amounts suit the pod (`ranking.rank`).
+    """
 
     nearness: int
     is_linked: bool
@@ -187,7 +194,7 @@ def choose_aligned(
             for name, view in views.items()
         }
         # Those first that can be the best. Of equal ones the first name counts where there is a
-        # policy, otherwise the first in the question; sorting keeps that order.
+        # policy, otherwise the first in ``names``; sorting keeps that order.
         order = sorted(views) if demand.node_policy != NONE else list(views)
         order.sort(key=cases.__getitem__, reverse=True)
         for name in order:
@@ -224,7 +231,9 @@ def survey_aligned(
     peers.
     """
     found = book.survey(demand, named)
-    if not found.may_fit or demand.names_cards:  # no verdicts are kept for such a demand
+    # No verdicts (whether the pod fits on a Node, or why not) are kept for a demand that names
+    # cards.
+    if not found.may_fit or demand.names_cards:
         return found
     if (search := _strict_search(book, demand, peers)) is None:
         return found
@@ -268,8 +277,7 @@ class Components:
     """The components of Nodes, computed once for each kind of hardware.
 
     State: the components by the id of the `Hardware` object, with that object, so that the id is
-        not
-    used again.
+    not used again.
     """
 
     def __init__(self) -> None:
