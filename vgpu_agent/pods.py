@@ -45,10 +45,10 @@ _ENDED_SECONDS = 600.0
 _MAX_ENDED = 256
 
 ENDED = "Ended"
+"""The phase of a pod that has left the watch: whether it succeeded or failed is not known."""
 
 # The label of pods that hold a dead GPU (setting ``nodeStatus.podLabel``).
 GPU_HEALTH_LABEL = "vgpu-agent.internal/gpu-health"
-"""The phase of a pod that has left the watch: whether it succeeded or failed is not known."""
 _ENDED = ("Succeeded", "Failed", ENDED)
 
 # The API server makes UUIDs (RFC 4122), the kubelet makes 32 hexadecimal digits, and the file of a
@@ -181,7 +181,7 @@ class Trait(enum.StrEnum):
     ANTI_AFFINITY = "anti-affinity"  # to other pods
     SPREAD = "topology spread"
     VOLUMES = "volumes"  # whose number on a Node, or use on several Nodes, is limited
-    CLAIMS = "resource claims"
+    CLAIMS = "resource claims"  # those of Kubernetes: ``spec.resourceClaims``
 
 
 class SchedulingFacts(msgspec.Struct, frozen=True, gc=False):

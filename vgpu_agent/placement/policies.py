@@ -41,7 +41,9 @@ class IdRequest(msgspec.Struct, frozen=True):
         totals: how many ids each device has, held or not; of equally good devices, those that come
             first are taken.
         links: how close each pair of GPUs is.
-        ranks: device → its rank in `mixing`, the lowest first; a device that is missing has `OWN`.
+        ranks: device → its rank in `mixing`, the lowest first: `OWN` where the GPU serves the
+            family already or is offered to no other, `OTHERS` where another family has it or waits
+            for it; a device that is missing has `OWN`.
     """
 
     available: Sequence[str]

@@ -204,5 +204,5 @@ def _members(
 
 
 def _score(link_type: int) -> int:
-    nvlinks = link_type - NVLINK + 1
+    nvlinks = link_type - NVLINK + 1  # each further NVLink has the next type
     return _SCORE_PER_NVLINK * nvlinks if nvlinks > 0 else _SCORE_PER_LINK_TYPE * link_type

@@ -3,13 +3,14 @@ program that comes with the library.
 
 The file must export the functions in which the library limits a program, contain the name of the
 variable that tells only this library whose processes to count, and have the magic numbers of its
-three tables. The first of them, that of ``vgpu.config``, came with layout 1, in v1.0.0; libraries
-before it have none (vgpu-manager §7.7). A later layout with the same magic number could not be told
-from this one.
+three binary files (`_MAGICS`). The first of them, that of ``vgpu.config``, came with layout 1, in
+v1.0.0; libraries before it have none (vgpu-manager §7.7). A later layout with the same magic number
+could not be told from this one.
 
-Where processes register (vgpu-manager §9), the library runs ``device-client`` at the start of every
-process, and a process whose client fails ends. So the program is installed beside the registry's
-socket, and without it nothing is offered. Called by `delivered_library`.
+Where processes register with the agent (`process_registry`, vgpu-manager §9), the library runs
+``device-client`` at the start of every process, and a process whose client fails ends. So the
+program is installed beside the registry's socket, and without it nothing is offered. Called by
+`delivered_library`.
 """
 
 from __future__ import annotations

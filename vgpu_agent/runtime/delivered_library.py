@@ -42,6 +42,7 @@ _LARGEST = 16 << 20  # bytes; the real ones have one to a few MiB
 
 _MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # by the output of `uname -m`
 
+# of the delivered file, by which a new delivery is noticed: device, inode, size, time of change
 _Signature = tuple[int, int, int, int]
 
 

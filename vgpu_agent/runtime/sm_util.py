@@ -1,5 +1,5 @@
 """The file of samples that the libraries of all containers read: ``watcher/sm_util.config``
-(vgpu-manager §7.7, §8.6).
+(vgpu-manager §7.7, §8.6). The samples are the GPU use of each process, by NVML.
 
 Containers have it mounted read-only and map it. Each GPU has its own part of the file, here called
 its slot. A slot has a lock on one byte that belongs to an open file and not to a process (fcntl(2),
@@ -78,10 +78,17 @@ class SmUtilFile:
         compute: memoryview,
         graphics: memoryview,
     ) -> None:
-        """Put the rows of one GPU into its slot, see `gpu.sampling.Sink`.
+        """Put the rows of one GPU, as NVML lays them out, into its slot; see `gpu.sampling.Sink`.
 
         Old samples stay where there are no newer ones: readers leave out those from before
         ``since``.
+
+        Args:
+            index: of the GPU.
+            since: unix microseconds; the samples are not older.
+            samples: rows of use; None where there are no newer ones.
+            compute: the processes that compute.
+            graphics: the processes that draw.
         """
         if not 0 <= index < MAX_CARDS:
             return

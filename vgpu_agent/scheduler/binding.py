@@ -1,13 +1,13 @@
 """The requests that bind a pod and record its cards in its annotations.
 
 The Binding carries the annotations. A separate request for them could arrive late, and would then
-replace the claims of a pod that is bound to another Node. Since Kubernetes 1.35 (feature gate
-``PodTopologyLabelsAdmission``) a Binding can carry labels, too. Then one request is enough, and no
-plugin sees a bound pod without its labels. Older API servers ignore the labels without an error. So
-a patch before the first Binding writes all labels but one, the *probe*. The watch then shows
-whether the Binding has written the probe. If so, further pods are bound by the Binding alone. A pod
-may lack its labels nevertheless, because another API server has answered. It gets them late, and
-from then on the patch is sent again before each Binding.
+replace the cards in the annotations of a pod that is bound to another Node. Since Kubernetes 1.35
+(feature gate ``PodTopologyLabelsAdmission``) a Binding can carry labels, too. Then one request is
+enough, and no plugin sees a bound pod without its labels. Older API servers ignore the labels
+without an error. So a patch before the first Binding writes all labels but one, the *probe*. The
+watch then shows whether the Binding has written the probe. If so, further pods are bound by the
+Binding alone. A pod may lack its labels nevertheless, because another API server has answered. It
+gets them late, and from then on the patch is sent again before each Binding.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ class FilterDryRun:
         self, pod: Pod, demand: Demand, candidates: Mapping[str, msgspec.Raw | None]
     ) -> Mapping[str, Refusal | None]:
         found = dict(self._book.refusals(demand, candidates, without=pod.uid))
-        own = self._book.node_of(pod.uid)  # where the pod has cards already, it is not too far
+        # where the pod has cards already, it is not too far from its peers
+        own = self._book.node_of(pod.uid)
         fitting = [name for name, refusal in found.items() if refusal is None and name != own]
         for name in self._alignment.too_far(pod, demand, fitting):
             found[name] = Refusal(Reason.LinkTopologyUnsatisfied)

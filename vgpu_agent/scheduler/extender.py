@@ -1,6 +1,7 @@
 """The extender's verbs filter and bind (vgpu-manager §5.2, §5.8). Filter chooses the Node and the
 cards of a pod, and keeps the cards for it: a *promise*. Bind binds the pod, and writes its Node and
-cards into its annotations.
+cards into its annotations. The *claims* of a pod are here the cards in its annotations, as in
+vgpu-manager.
 
 Until the bind, a promise is in memory only. If the process ends before, nothing is lost: the next
 process refuses the bind, and kube-scheduler filters the pod again. A promise ends when the pod is
@@ -279,7 +280,7 @@ class Extender:
         interrupted, and nothing else would end its promise.
 
         Args:
-            beat: called before each request.
+            beat: called before each request, as the heartbeat of the caller's loop.
         """
         for uid, promise in tuple(self._promises.items()):
             now = asyncio.get_running_loop().time()

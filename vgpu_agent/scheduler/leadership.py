@@ -119,7 +119,9 @@ class Leadership:
         return self._answers_from <= now < self._leads_until
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Take the Lease when it is free, and renew it, until cancelled."""
+        """Take the Lease when it is free, and renew it, until cancelled. ``beat`` is called before
+        each attempt, as the heartbeat of this loop.
+        """
         while True:
             beat()
             try:

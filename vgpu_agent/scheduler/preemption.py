@@ -60,8 +60,8 @@ class _Preemptor(msgspec.Struct, frozen=True):
         demand: what it asks for.
         verdicts: where it fits, as far as it was found out.
         anchor: where its peers are.
-        spared: UIDs of the protected pods that were counted for it: one is looked at once for each
-            part of its Node where the pod may go.
+        spared: UIDs of the protected pods that the metric has counted for it. Such a pod
+            may be looked at several times, for different sets of cards, and is counted once.
         gangs: the gangs of its victims on all Nodes.
     """
 

@@ -341,7 +341,7 @@ class Service:
         while True:
             supervisor.beat("promises")
             if self.is_ready and not has_frozen:
-                freeze_objects()
+                freeze_objects()  # excludes what was read so far from garbage collection
                 has_frozen = True
             self._extender.expire_promises()
             if certificate is not None:

@@ -64,7 +64,7 @@ def _take_slot(node: SimulatedNode, gpu: int, descriptor: int) -> layout.Process
     row: layout.Process
     for slot, row in enumerate(node.state.gpus[gpu].processes):
         if row.kind == layout.Process.FIXED:
-            continue
+            continue  # shows a pid that was written into the state, and has no lock
         if try_lock(descriptor, gpu, slot):
             return row
     raise SimulationError(

@@ -39,7 +39,8 @@ Amounts = tuple[int, int, int]
 NOTHING: Amounts = (0, 0, 0)
 
 _KINDS = tuple(ContainerKind)  # iterating an enum is slow
-_RANK = OTHERS - 1  # of all cards: the families that cards serve are not known here
+# `Candidate.rank`, the same for all cards: the families that they serve are not known here.
+_RANK = OTHERS - 1
 
 
 class CardShare(msgspec.Struct, frozen=True):

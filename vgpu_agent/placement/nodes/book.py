@@ -106,7 +106,7 @@ class CardsInUse(msgspec.Struct, frozen=True):
         uuids: of the cards, by number.
         holdings: UID of a pod → what it holds.
         footprints: UID of a pod → card → what it takes of it.
-        rails: see `NodeCards`.
+        rails: by number of the card, the network that it is nearest to (`NodeCards`).
         state: a number that is equal for Nodes that share a `State`; valid until the book changes.
     """
 

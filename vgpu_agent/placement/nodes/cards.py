@@ -38,7 +38,8 @@ class Hardware(msgspec.Struct, frozen=True):
         cards: by number.
         memory_factor: MiB in one unit of a pod's request.
         is_oversold: the cards are offered with more memory than they have.
-        links: (card, other card, types of the link), sorted; empty where they are not known.
+        links: (card, other card, types of the link), sorted; empty where they are not known. The
+            larger the type, the closer the cards: 7 is one NVLink, 8 are two (vgpu-manager §3).
     """
 
     cards: tuple[Card, ...]

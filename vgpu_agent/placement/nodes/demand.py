@@ -52,7 +52,8 @@ class Demand(msgspec.Struct, frozen=True):
         node_policy: ``binpack``, ``spread`` or ``none``, over Nodes.
         device_policy: the same, over the cards of a Node.
         topology_mode: ``none``, ``numa``, ``numa-strict``, ``link`` or ``link-strict``.
-        memory_policy: `VIRTUAL`, `PHYSICAL`, or empty for both.
+        memory_policy: `VIRTUAL` for Nodes that offer more memory than their cards have, `PHYSICAL`
+            for all other Nodes, or empty for both.
         include_types: a card's product name must contain one of these words, if there are any.
         exclude_types: it must contain none of these.
         types_match_substrings: ``A10`` among these words also matches ``A100``, as in vgpu-manager.

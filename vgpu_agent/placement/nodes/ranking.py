@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.cards import Hardware
     from vgpu_agent.placement.nodes.demand import Demand
 
-# Fitness, and the least type of link with which cards count as linked (vgpu-manager §5.4, §5.6).
+# Fitness, and the least type of link with which cards count as linked (vgpu-manager §5.4, §5.6):
+# NVLink, PCIe switch, NUMA node, any.
 _LINK_FITNESS = ((5, 7), (4, 4), (3, 2), (2, 1))
 _MIB_PER_WEIGHT = 1024
 

@@ -3,7 +3,7 @@ pod, how many such pods fit, and which smaller demand would fit.
 
 A cluster has thousands of Nodes, and the caller has other work to do. So each function is a
 generator that yields after each small piece of work, mostly less than a millisecond, and returns
-its result (`finish`). It works on views, which do not change meanwhile.
+its result (`finish`). It works on views of Nodes (`NodeView`), which do not change meanwhile.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _GPU = "nvidia.com/gpu"
 _REPLICAS = 4
-_QUIET_SECONDS = 2
+_QUIET_SECONDS = 2  # how long a GPU must answer without a new fault before it is offered again
 _SCENES = 9  # five here, and one of each of the other stories
 _FOLLOW_SECONDS = 0.5
 _PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that the README's commands work

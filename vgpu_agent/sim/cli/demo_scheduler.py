@@ -39,6 +39,7 @@ _KINDS = (
     (30, "a10", "NVIDIA A10", 24_576),
     (17, "a100", "NVIDIA A100-SXM4-80GB", 81_920),
 )
+# Nodes that have no agent yet, and one whose annotation is cut off
 _NEW, _TORN = ("new-00", "new-01"), "torn-00"
 _TRAINING, _INFERENCE = 17, 50
 _SHOWN = "infer-042"
