@@ -1,6 +1,6 @@
 """A stand-in for kube-scheduler with an extender, for the demo: it takes the pods that name
 ``vgpu-scheduler`` one after the other, and asks the extender over HTTP for filter and bind, as the
-configuration of components/scheduler has it (vgpu-manager §5.1).
+configuration in manifests/components/scheduler has it (vgpu-manager §5.1).
 
 Its own part is small: it leaves out Nodes that are cordoned or lack ids of the resource, and writes
 the condition ``PodScheduled`` of a pod that fits nowhere. It hands over all Nodes that remain,

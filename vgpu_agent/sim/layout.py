@@ -15,6 +15,9 @@ NONE: Final = 0xFFFFFFFF  # SIM_NONE: no NUMA node, no MIG instance, no return c
 # Offset of the byte by which the first process slot is locked; it lies beyond the end of the file.
 LOCK_BASE: Final = 0x40000000
 
+# The lengths of the arrays in the file: the most GPUs, events (a ring) and faults of the node; the
+# most processes, NVLinks, MIG devices, MIG profiles and retired pages of each kind of one GPU; the
+# most placements of one MIG profile.
 GPUS: Final = 16
 PROCESSES: Final = 64
 LINKS: Final = 18
@@ -24,7 +27,7 @@ PLACEMENTS: Final = 8
 RETIRED_PAGES: Final = 16
 EVENTS: Final = 256
 FAULTS: Final = 32
-CPU_WORDS: Final = 16
+CPU_WORDS: Final = 16  # of 64 bits, one for each CPU near a GPU
 
 _u32, _u64, _i32, _char = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int32, ctypes.c_char
 

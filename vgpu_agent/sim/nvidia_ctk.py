@@ -45,7 +45,7 @@ _OPTIONS: Final = frozenset(
     }
     | {"disable-hook", "feature-flag"}
 )
-# The files that the real tool looks for, mode by mode.
+# The files that the real tool looks for in each of its modes for devices that are no GPUs.
 _MODE_NODES: Final = {"gdrcopy": ("gdrdrv",), "gds": ("nvidia-fs*",), "mofed": ("infiniband/*",)}
 _LIBRARY_FOLDER: Final = "/usr/lib/x86_64-linux-gnu"
 _DISABLED_HOOKS: Final = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"

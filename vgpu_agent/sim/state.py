@@ -77,8 +77,8 @@ class SimulatedNode:
     """The simulated GPUs in one directory.
 
     State: the mapped file; other processes change it too. Writers take turns by a lock on a file
-    beside it (locks on the state file itself mark the slots of live processes). A crash between two
-    writes can leave one half-made change, never more.
+    beside it (locks on the state file itself mark the slots of live processes; a slot is a row of
+    the file). A crash between two writes can leave one half-made change, never more.
     """
 
     def __init__(self, directory: Path, memory: mmap.mmap) -> None:

@@ -126,7 +126,7 @@ class PodResources:
             response = messages.ListPodResourcesResponse()
             entry = response.pod_resources.add(name=pod.name, namespace=pod.namespace)
             for container, allocations in zip(pod.containers, held, strict=True):
-                if not container.init:  # plain init containers are not listed
+                if not container.init:  # init containers that are no sidecars are not listed
                     described = entry.containers.add(name=container.name)
                     for allocation in allocations:
                         described.MergeFromString(allocation.described)

@@ -108,7 +108,9 @@ def holds_claim(pod: Object, keys: Keys, now: float) -> bool:
 
 
 def asked_by(pod: Object, keys: Keys, factor: int = 1) -> Asked:
-    """Read the requests of the pod's containers (vgpu-manager §5.3)."""
+    """Read the requests of the pod's containers (vgpu-manager §5.3). ``factor`` is the MiB in the
+    node's unit of requested memory.
+    """
     spec = pod.get("spec") or {}
     init = [each for each in spec.get("initContainers") or () if not _is_sidecar(each)]
     sidecars = [each for each in spec.get("initContainers") or () if _is_sidecar(each)]

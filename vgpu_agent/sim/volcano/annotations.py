@@ -3,7 +3,8 @@ scheduler implements them.
 
 Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families read and write
 the same formats from the other end. Nothing is shared with them, so that a misreading on one side
-shows as a failing test and not as agreement. Source of every format: volcano-vgpu §2 and §3,
+shows as a failing test and not as agreement. A node's memory unit is a number of MiB, which its
+device plugin's setting ``gpu-memory-factor`` gives. Source of every format: volcano-vgpu §2 and §3,
 volcano-gpushare §2 and §3.
 """
 

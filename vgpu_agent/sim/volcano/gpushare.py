@@ -33,7 +33,8 @@ class GpushareLedger:
     """The healthy cards of one node, and the pods on them.
 
     Attributes:
-        holders: index of the card → UID of each pod on it → its memory, in the node's memory units.
+        holders: index of the card → UID of each pod on it → its memory, in the node's memory units
+            (of as many MiB as the device plugin's ``gpu-memory-factor`` says).
         card_memory: the memory of each card, in the same units.
     """
 

@@ -35,7 +35,8 @@ _ALL_CORES = 100
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
     """One container's request: a number of cards, and of each ``cores`` percent and ``memory``
-    units, or ``percent`` of its memory.
+    units (of as many MiB as the device plugin's ``gpu-memory-factor`` says), or ``percent`` of its
+    memory.
     """
 
     number: int
