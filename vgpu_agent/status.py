@@ -227,7 +227,7 @@ class LedgerStatus(msgspec.Struct):
     grants: tuple[Grant, ...] = ()
     drift_total: int = 0
     drift_last: tuple[str, ...] = ()
-    verified_at: float = 0.0
+    verified_at: float = 0.0  # when it was last compared with the kubelet's records
     # ids in the kubelet's records that this node does not offer
     unknown_ids: tuple[str, ...] = ()
     # device → how many containers may share it
@@ -444,10 +444,11 @@ class ClusterStatus(msgspec.Struct):
     requests: dict[tuple[str, str, str], int] = msgspec.field(default_factory=dict)
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()
-    evictions: dict[str, int] = msgspec.field(default_factory=dict)  # by outcome
+    # evictions by outcome: of pods that cannot start here, and below of pods that hold a dead GPU
+    evictions: dict[str, int] = msgspec.field(default_factory=dict)
     # failed pods: how many were evicted, recreated or left alone
     rescued: dict[str, int] = msgspec.field(default_factory=dict)
-    gpu_evictions: dict[str, int] = msgspec.field(default_factory=dict)  # by outcome
+    gpu_evictions: dict[str, int] = msgspec.field(default_factory=dict)
     # the rights that the API server denies → the manifest that grants them
     missing_rights: dict[str, str] = msgspec.field(default_factory=dict)
     config_map: str = ""  # namespace/name of the ConfigMap that was read
@@ -544,6 +545,7 @@ class AgentStatus(msgspec.Struct):
     unreadable_regions: Mapping[str, str] = msgspec.field(default_factory=dict)
     tasks: tuple[TaskReport, ...] = ()
     events: tuple[Entry, ...] = ()
+    # how late the event loop woke up in the last minute: the 99th percentile, and the worst
     loop_lag_seconds: float = 0.0
     loop_lag_max_seconds: float = 0.0
     # key path → (value, where it came from)

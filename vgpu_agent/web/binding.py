@@ -33,6 +33,7 @@ class FamilyView(msgspec.Struct, frozen=True):
 class BindingView(msgspec.Struct, frozen=True):
     """The binding of this node's grants: ``mode`` is ``late``, ``early``, or empty while it is not
     known. ``by_annotation``: the CDI name of a grant reaches the runtime as an annotation.
+    The counts are explained at `BindingStatus`.
     """
 
     mode: str = ""

@@ -44,7 +44,8 @@ HANDSHAKE_SECONDS = 5.0
 # connection, and a burst of quick ones waits. With 256 connections, a queue full of slow ones is
 # cleared in three seconds.
 UNDISTURBED_SECONDS = 0.2
-# Browsers that follow the page. More people rarely look at one node, and each costs a connection.
+# Browsers that follow the page: the overview at ``/``, whose changes reach each of them as a
+# stream. More people rarely look at one node, and each costs a connection.
 MAX_VIEWERS = 16
 # One listener may use the process's number of file descriptors, divided by this.
 _DESCRIPTORS_DIVISOR = 8

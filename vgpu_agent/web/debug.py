@@ -302,8 +302,8 @@ def _config(request: DebugRequest) -> dict[str, Any]:
 
 
 def _plugin_file_settings(status: BindingStatus) -> dict[str, Any]:
-    """Return the settings in force of each family that reads files of a replaced plugin, and the
-    origin of each setting.
+    """Return the settings in force of each family that reads files of the plugin that it
+    replaces, and the origin of each setting.
     """
     answer: dict[str, Any] = {}
     for family in FAMILIES:

@@ -1,4 +1,5 @@
-"""The metrics of a replaced program, at the address where that program had them.
+"""The metrics of a program that the agent replaces, such as the monitor beside a device plugin, at
+the address where that program had them.
 
 `web.server` serves one such address for each family that has such metrics and whose settings ask
 for it. Scrapes that come too soon get the last answer. Where scrapers need permission, the API

@@ -144,7 +144,8 @@ class Limits:
         sentence: a device that it does not name, or a limit that is too high.
 
         A missing limit of compute is not an error, because the agent writes none under some
-        policies. Changes of the file are detected by `control_usage`, which reads it.
+        values of `vgpu_control.ComputePolicy`. Changes of the file are detected by `control_usage`,
+        which reads it.
         """
         by_device = {limit.uuid: limit for limit in use.limits}
         for device, memory_mib, cores in _totals_by_device(shares):

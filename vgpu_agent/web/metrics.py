@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from vgpu_agent.web.readings import Row
 
 
-# The labels that name a pod or container, in our metrics and in those of replaced monitors.
+# The labels that name a pod or container, in our metrics and in those of the monitors that the
+# agent replaces.
 _POD_LABELS = frozenset(
     {"namespace", "pod", "container", "podnamespace", "podname", "ctrname"}
     | {"pod_namespace", "pod_name", "container_name"}

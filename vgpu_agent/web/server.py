@@ -1,5 +1,6 @@
 """The HTTP servers: metrics and probes for every client (:9394), debug for clients on the node
-(127.0.0.1:9395), and the metrics of replaced programs at the addresses that these had.
+(127.0.0.1:9395), and the metrics of programs that the agent replaces, such as the monitor beside a
+device plugin, at the addresses that these had.
 
 Built by `agent`, which starts it after the first registrations (`agent/late_web.py`) and stops it
 last. It owns its sockets and nothing else. Every answer is rendered from one `AgentStatus` without
@@ -516,8 +517,7 @@ class _RateLimit:
     """The rate limit of one connection.
 
     State: the requests so far, and how many may be answered without delay now; less than 0 while
-        one
-    waits.
+    one waits.
     """
 
     __slots__ = ("_counted_at", "_requests_left", "requests")

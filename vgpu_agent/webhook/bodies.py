@@ -40,7 +40,7 @@ class Body(msgspec.Struct, frozen=True):
 class Bodies:
     """Reads bodies of at most ``most_bytes``, each within ``seconds``.
 
-    State: the slots of the large bodies that are being read.
+    State: the slots of the large bodies that are being read; each needs one (`slots.Slots`).
     """
 
     def __init__(self, *, most_bytes: int, seconds: float) -> None:

@@ -32,7 +32,8 @@ _DAY_SECONDS = 86400.0
 _EARLIER_SECONDS = 3600.0
 # A certificate whose validity begins later than this was made with a clock that is more wrong.
 _SKEW_SECONDS = 300.0
-# Authorities in a bundle that are not in the Secret: each replica that starts may have made one.
+# Authorities in a bundle (``caBundle`` of a webhook configuration) that are not in the Secret:
+# each replica that starts may have made one.
 _MOST_OTHERS = 3
 _LONGEST_NAME = 64  # of a subject (RFC 5280)
 _LONGEST_ERROR = 200

@@ -3,7 +3,8 @@ wait, and the last hour.
 
 Pure functions of the snapshot. A text shows no age, because it would change all the time: moments
 are ``time`` elements in UTC, and ``dashboard.js`` adds how long ago they were. Pods, and what they
-or others have written, are text that is escaped where it enters a part.
+or others have written, are text that is escaped where it enters a part: a piece of the page with an
+id, which is sent alone when it changes (`parts`).
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def _problems(status: AgentStatus, now: float) -> dict[str, str]:
         mood = Mood.BAD if stops else Mood.WARNING
         gpu = gpus.get(problem.subject)
         if problem.kind is ProblemKind.GPU and gpu and told.startswith(f"{gpu.uuid} "):
-            # its card has the times, which would change this text all the time
+            # its box among the GPUs has the times, which would change this text all the time
             part = f"GPU {gpu.index}"
             told = f"{'unhealthy' if gpu.present else 'gone'}: {gpu.health.reason or 'no answer'}"
         items[f"p{place}"] = (

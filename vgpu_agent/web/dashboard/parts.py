@@ -1,7 +1,7 @@
 """The page as parts that have ids, and the differences between two states of it.
 
 A part is the inner HTML of the element with its id, or the width of a bar. The HTML has a mark at
-the place of each part inside it. So a changed number is sent alone, without the card around it. A
+the place of each part inside it. So a changed number is sent alone, without the box around it. A
 list is a part whose items are parts: items come, go and move without the others being sent.
 
 Used by `node`, which makes the parts, and `stream`, which sends them. ``dashboard.js`` applies the
