@@ -28,7 +28,7 @@ def _without_expressions(script: str) -> str:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_step_is_a_script_that_bash_can_read(name: str) -> None:
-    """What cannot be run here can at least be parsed."""
+    """A script that cannot be run here can at least be parsed."""
     script = _without_expressions(SCRIPTS[name])
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 

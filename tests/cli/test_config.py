@@ -368,7 +368,7 @@ podLabels: {}
 def test_check_explains_values_of_nvidias_chart(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What each comes to here, and its configurations in the agent's words, all of it YAML."""
+    """Each is told with its meaning here, and its configurations in the agent's words, all YAML."""
     Path("values.yaml").write_text(VALUES)
     assert command("check", "values.yaml") == 3
     explained, _, converted = capsys.readouterr().out.partition("---\n")

@@ -95,7 +95,7 @@ def test_a_share_of_a_mig_instance_counts_for_its_gpu() -> None:
 
 
 def test_a_gpu_that_is_ill_has_its_reason_and_its_countdown() -> None:
-    """Where the agent's answer has one; it may be of an earlier version."""
+    """A countdown is shown only if the agent's answer has one; it may be of an earlier version."""
     ill = {"health": "Unhealthy", "health_reason": "XID 79"}
     assert lines(node(**ill))[4] == "    XID 79"
     ill["illness"] = {"offered_again_in_seconds": 41.7}  # type: ignore[assignment]
@@ -120,5 +120,5 @@ def test_lines_are_cut_to_the_terminal_and_cannot_control_it() -> None:
 
 
 def test_a_driver_that_reports_nothing_is_dashes() -> None:
-    """As of a GPU that does not answer."""
+    """A GPU that does not answer is an example."""
     assert lines(node(usage=None))[3].split()[3:7] == ["-", "-", "-/40000", "MiB"]

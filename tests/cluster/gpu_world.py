@@ -60,7 +60,7 @@ class World:
 
     @property
     def facts(self) -> GpuFacts:
-        """What the parts under test are built with."""
+        """The facts with which the parts under test are built."""
         return GpuFacts(
             self.inventory,
             lambda: self.driver,

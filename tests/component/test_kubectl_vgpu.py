@@ -209,7 +209,7 @@ async def test_progress_is_shown_on_a_terminal(
 async def test_a_wrong_call_is_one_line_and_status_2(
     folder: Path, words: tuple[str, ...], text: str
 ) -> None:
-    """As for the commands on the node."""
+    """The same as for the commands on the node."""
     ran = await plugin(FakeKubectl(folder / "path"), *words)
     assert ran.status == 2
     (line,) = ran.err.splitlines()

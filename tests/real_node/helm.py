@@ -49,7 +49,7 @@ def template(
     namespace: str = "vgpu-agent",
     chart: Path = CHART,
 ) -> Objects:
-    """What the chart comes to, without its test and without a cluster.
+    """Render the chart, without its test and without a cluster.
 
     Raises:
         HelmError: the schema or a template refuses the values.
@@ -67,7 +67,7 @@ def template(
 
 
 def kustomized(folder: Path) -> Objects:
-    """What kubectl's kustomize builds of a folder."""
+    """Build a folder with kubectl's kustomize."""
     kubectl = build.ensure(build.KUBERNETES, lambda _: None) / "kubernetes"
     command = [str(kubectl), "kubectl", "kustomize", str(folder)]
     done = subprocess.run(command, check=True, text=True, capture_output=True)

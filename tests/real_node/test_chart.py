@@ -147,7 +147,7 @@ def test_helm_finds_nothing_wrong_with_the_chart() -> None:
 
 
 def test_the_package_is_the_chart(tmp_path: Path) -> None:
-    """What is published renders as the folder does, dashboards included."""
+    """The published package renders as the folder does, dashboards included."""
     subprocess.run(
         [helm(), "package", str(CHART), "--destination", str(tmp_path)],
         check=True,
@@ -456,7 +456,7 @@ def test_no_second_agent_is_started_where_it_could_not_run(
 
 
 def test_another_update_strategy_replaces_that_of_the_manifests(tmp_path: Path) -> None:
-    """As a whole: with maxUnavailable of the values and maxSurge of the manifests, two agents could
+    """It replaces it as a whole: with maxUnavailable of the values and maxSurge of the manifests, two agents could
     run on every node.
     """
     strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}}

@@ -73,7 +73,7 @@ class Cluster:
         self.extender.see_pod(self.read_pod(json.dumps(pod).encode()))
 
     def counted(self, result: str) -> float:
-        """How many pods were placed so after their peers."""
+        """The number of pods that were placed so after their peers."""
         name = f'vgpu_scheduler_crosspod_alignment_total{{result="{result}"}} '
         lines = self.metrics.text("")[0].decode().splitlines()
         return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))

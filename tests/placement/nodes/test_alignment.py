@@ -118,7 +118,7 @@ def test_the_component_of_a_peer_on_the_node() -> None:
 
 
 def test_what_the_cards_have_instead_of_nvlinks_is_told() -> None:
-    """As for a pod without peers."""
+    """The same as for a pod without peers."""
     book = book_of(1)
     for uid, card in (("peer", 0), ("x", 2)):
         hold(book, uid, 0, card)

@@ -189,7 +189,7 @@ class Extender(Program):
         return found
 
     def unhealthy_cards(self) -> int:
-        """How many cards are unhealthy, as it knows."""
+        """The number of unhealthy cards that it knows of."""
         return int(self.capacity()["cards"]["unhealthy"])
 
     def rss_mib(self, field: str = "VmRSS") -> float:
@@ -314,7 +314,7 @@ class Forwarder(Program):
             replace_text(self.folder / "held", "")
 
     def held(self, path: str) -> int:
-        """How many requests with this path have been held up so far."""
+        """The number of requests with this path that have been held up so far."""
         return self.log.read_text().splitlines().count(f"held up {path}")
 
     def seconds(self) -> dict[str, list[float]]:

@@ -111,6 +111,6 @@ def test_a_node_that_is_deleted(plane: Rig, placing: _Placing) -> None:
 
 
 def _why(rig: Rig, name: str) -> str:
-    """Why the pod is not scheduled, as its status says."""
+    """The reason in the pod's status for its not being scheduled."""
     conditions = rig.api.get(f"{PODS}/{name}")["status"].get("conditions") or [{}]
     return str(conditions[0].get("message", ""))

@@ -169,6 +169,6 @@ def test_a_pod_gets_cards_that_are_joined(plane: Rig, placing: _Placing) -> None
 
 
 def _why(rig: Rig, name: str) -> str:
-    """Why the pod is not scheduled, as its status says; empty while it says nothing."""
+    """The reason in the pod's status for its not being scheduled; empty without one."""
     conditions = rig.api.get(f"{PODS}/{name}")["status"].get("conditions") or [{}]
     return str(conditions[0].get("message", ""))
