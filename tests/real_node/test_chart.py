@@ -456,8 +456,8 @@ def test_no_second_agent_is_started_where_it_could_not_run(
 
 
 def test_another_update_strategy_replaces_that_of_the_manifests(tmp_path: Path) -> None:
-    """It replaces it as a whole: with maxUnavailable of the values and maxSurge of the manifests, two agents could
-    run on every node.
+    """It replaces it as a whole: with maxUnavailable of the values and maxSurge of the manifests,
+    two agents could run on every node.
     """
     strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}}
     for components in ([], ["mps"]):

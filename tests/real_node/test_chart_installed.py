@@ -120,8 +120,8 @@ def test_the_notes_say_what_to_do_next(installed: Installed) -> None:
 
 
 def test_the_policy_confines_the_account_of_this_release(installed: Installed) -> None:
-    """The account has another name and namespace than the kustomization's, and refused another node all the
-    same.
+    """The account has another name and namespace than the kustomization's, and is refused another
+    node all the same.
     """
     rig = installed.rig
     (running,) = [
@@ -200,7 +200,9 @@ def test_a_release_offers_gpus_and_its_test_gets_one(installed: Installed) -> No
 
 
 def test_an_uninstall_leaves_nothing(installed: Installed) -> None:
-    """Nothing of what Helm knows is left; the last test of this file, because the release is gone afterwards."""
+    """Nothing of what Helm knows is left. It is the last test of this file, because the release is
+    gone afterwards.
+    """
     installed.helm("uninstall", "--wait")
     rig = installed.rig
     selector = f"app.kubernetes.io/instance={RELEASE}"

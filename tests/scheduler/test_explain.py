@@ -121,7 +121,7 @@ async def test_a_pod_that_fits_and_that_nobody_has_asked_about() -> None:
 
 
 async def test_a_pod_that_must_be_near_its_group_is_told_so() -> None:
-    """The sentence stands where the pod fits, because that is counted as for a pod without peers."""
+    """The sentence stands where it fits, because that is counted as for a pod without peers."""
     sentence = (
         "Once another pod of its group has cards, it goes only to cards near those "
         "(nvidia.com/device-topology-mode: link-strict, with cross-pod topology); that is not "
