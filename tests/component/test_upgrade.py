@@ -137,6 +137,27 @@ async def test_a_predecessor_that_hangs_is_not_waited_for_for_ever(stage: Stage)
         await old.kill()
 
 
+async def test_of_two_agents_that_start_together_one_serves(stage: Stage) -> None:
+    """Such as the two of a roll-out that was stuck, after a boot. The second takes over from the
+    first, and never do both answer.
+    """
+    both = [stage.agent(), stage.agent()]
+    await asyncio.gather(*(agent.start() for agent in both))
+    await stage.allocatable(8)
+    async with asyncio.timeout(30):
+        while not [one for one in both if "agent.took_over" in _events(one)]:  # noqa: ASYNC110 - a log
+            await asyncio.sleep(0.05)
+    served = [one for one in both if "agent.took_over" not in _events(one)]
+    assert len(served) == 1
+    await served[0].until_logged("agent.handed_over")
+    await next(one for one in both if one not in served).until_ready()
+    await stage.admit("train")
+
+
+def _events(agent: AgentProcess) -> set[str]:
+    return {str(line["msg"]) for line in agent.log_lines()}
+
+
 async def test_a_predecessor_that_wakes_up_does_not_take_the_node_back(stage: Stage) -> None:
     """It answers too late, and then waits for the end of the one that serves by now."""
     stage.constants[constants.SUCCESSION_ANSWER] = 1

@@ -6,6 +6,10 @@ let go, and registers with the kubelet as soon as the last stream of the old one
 kubelet has no healthy ids for these few milliseconds only. Registering earlier would not help:
 kubelets up to 1.36 drop the new registration when the old stream ends (kubelet §3).
 
+A lock in the same directory, which ends with its process, is held by the agent that serves the
+node. So of two agents that start at the same time, the second waits until it can take over from the
+first.
+
 The old agent then does nothing but wait for its end. If the new one dies first, the old one starts
 again from the beginning. At no time do two agents answer the kubelet or write to the cluster.
 
@@ -19,8 +23,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import os
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +49,7 @@ _PROTOCOL = 1
 # An agent writes its records (10 s on a disk that hangs), answers the calls under way (3 s), ends
 # its streams (3 s) and its MPS daemons (10 s) before it answers.
 ANSWER_SECONDS = 30.0
+LOCK_PAUSE_SECONDS = 0.2
 # A request that does not come at once is none of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 4096
@@ -81,8 +88,8 @@ class Answer(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 class Succession:
     """One agent's place in the sequence of agents of a node.
 
-    State: the connection to the predecessor, if there was one; the listening socket; the connection
-    of the successor, once there is one.
+    State: the lock; the connection to the predecessor, if there was one; the listening socket; the
+    connection of the successor, once there is one.
 
     Attributes:
         handed_over: set when a successor has been given the node.
@@ -93,6 +100,10 @@ class Succession:
         """Build it without any connection."""
         self._path = Path(state_directory) / SOCKET
         self._kubelet_directory = os.fspath(kubelet_directory)
+        # of this kubelet: agents of several kubelets may share a directory
+        number = zlib.crc32(self._kubelet_directory.encode())
+        self._lock_path = self._path.with_name(f"succession-{number:08x}.lock")
+        self._lock: int | None = None
         self._journal = journal
         self._reader: asyncio.StreamReader | None = None
         self._predecessor: asyncio.StreamWriter | None = None
@@ -113,9 +124,34 @@ class Succession:
             return False
         return True
 
+    async def claim(self) -> bool:
+        """Take the lock of the agent that serves the node; False while another agent has it, which
+        has just begun to serve, or is ending.
+
+        Where there can be no lock, or a predecessor hangs, True all the same: a node without an
+        agent would be worse. `listen` logs the first of these, and `take_over` the second.
+        """
+        if self._predecessor_silent:
+            return True
+        try:
+            if self._lock is None:
+                self._lock = await asyncio.to_thread(_open, self._lock_path)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     async def take_over(self) -> None:
         """Ask the predecessor to let go, and return when it has, or when it is gone. One that does
-        not answer within `ANSWER_SECONDS` counts as dead.
+        not answer within `ANSWER_SECONDS`, or that refuses and does not end in that time, counts as
+        dead.
 
         Raises:
             AgentError: a third agent is taking over at the same time.
@@ -127,6 +163,7 @@ class Succession:
         if answer is not None and answer.released:
             # the connection stays open: its end would tell that this agent is gone
             self._journal.record("agent.took_over", predecessor=answer.version)
+            await self.claim()
             return
         if self._predecessor_silent:
             # It may wake up and answer: it does not begin again while this connection is open.
@@ -139,6 +176,10 @@ class Succession:
                 "beside the one that serves the node; this one ends, and tries again when it is "
                 "started again"
             )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                while not await self.claim():  # noqa: ASYNC110 - a lock of the kernel tells nobody
+                    await asyncio.sleep(LOCK_PAUSE_SECONDS)
 
     async def listen(self, release: Callable[[], Awaitable[None]]) -> None:
         """Let the next agent take over from now on; ``release`` ends all that two agents must not
@@ -189,6 +230,7 @@ class Succession:
             if self.handed_over.is_set():
                 self._predecessor.write(_HANDED_ON)
             self._predecessor.close()
+        self._release_lock()
 
     async def _ask(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request
@@ -250,12 +292,18 @@ class Succession:
             try:
                 await release()
             finally:  # half released, this agent is of no use either
+                self._release_lock()
                 self.handed_over.set()
             self._journal.record("agent.handed_over", successor=request.version)
             answer = Answer(released=True, version=__version__)
         writer.write(msgspec.json.encode(answer) + b"\n")
         await writer.drain()
         return answer.released
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _bind(path: Path) -> socket.socket:

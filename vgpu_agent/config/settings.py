@@ -275,8 +275,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
                 "hold an instance that was removed; `share-seconds.json`, the sums of "
                 "`vgpu_agent_share_seconds_total`; with early binding, `grants/`, the answer for "
                 "each container; and `succession.sock`, over which the next agent takes over in an "
-                "upgrade. The directory may be lost at any time while the API server "
-                "answers."
+                "upgrade, with its lock. The directory may be lost at any time while the API "
+                "server answers."
             )
         ),
     ] = "/var/lib/vgpu-agent"
