@@ -25,7 +25,7 @@ def test_values_of_keys_that_sound_secret_are_replaced(text: str, left: str) -> 
 def test_a_pod_that_only_the_log_names_is_hidden() -> None:
     """Such as one that ended before the agent's last restart."""
     log = b'{"msg":"start.bound","pod":"acme-prod/acme-train-0","grant":3}\n'
-    part = Part("log", log)
+    part = Part("log", log, "", 0.0)
     Names.of([part]).hide([part])
     assert b"acme" not in part.content
     assert b'"grant":3' in part.content

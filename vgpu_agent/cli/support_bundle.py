@@ -55,7 +55,7 @@ _PROBES = ("/livez?verbose", "/readyz?verbose")
 # Values of keys with such names, in files that people write. Paths are no secrets.
 _SECRET_LINE = re.compile(
     r"(?im)^(?P<key>[^\n:=]*(?:password|passwd|secret|token|api_?key|credential)\w*[\"']?\s*[:=]\s*)"
-    r"(?!\s*[\"']?/)\S[^\n]*$"
+    r"(?!\s*[\"']?/|\(hidden\))\S[^\n]*$"
 )
 _SECRET_IN_BRACES = re.compile(
     r"(?i)(?P<key>[{,]\s*[\"']?\w*(?:password|passwd|secret|token|api_?key|credential)\w*[\"']?\s*:"
