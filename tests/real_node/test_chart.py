@@ -439,7 +439,7 @@ def test_the_claims_of_pods_are_for_the_accounts_of_the_release_and_those_that_a
 
 
 @pytest.mark.parametrize(
-    ("values", "version"), [({"hostNetwork": True}, "1.36.3"), ({}, "1.21.14")]
+    ("values", "version"), [({"devicePlugin": {"hostNetwork": True}}, "1.36.3"), ({}, "1.21.14")]
 )
 def test_no_second_agent_is_started_where_it_could_not_run(
     values: dict[str, Any], version: str, tmp_path: Path
