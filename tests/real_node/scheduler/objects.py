@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -151,6 +152,14 @@ def set_ready(rig: Rig, number: int, *, ready: bool) -> None:
 def mark_ill(rig: Rig, number: int, cards: Iterable[int]) -> None:
     """Write these cards of a Node as unhealthy, and all others as healthy."""
     annotations = {"nvidia.com/node-device-register": register(number, ill=cards)}
+    rig.api.patch(f"{_NODES}/{node_name(number)}", {"metadata": {"annotations": annotations}})
+
+
+def beat(rig: Rig, number: int) -> None:
+    """Change an annotation of a Node that means nothing. kube-scheduler then filters the pods again
+    that an extender has refused.
+    """
+    annotations = {"vgpu-agent.test/beat": str(time.monotonic_ns())}
     rig.api.patch(f"{_NODES}/{node_name(number)}", {"metadata": {"annotations": annotations}})
 
 

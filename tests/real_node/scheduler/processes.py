@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -371,12 +371,33 @@ class Bound:
         """How many of these are bound."""
         return sum(name in self.times for name in names)
 
-    def wait(self, names: Sequence[str], number: int | None = None, *, timeout: float) -> float:
-        """Wait until all of these, or ``number`` of them, are bound; when the last one was."""
+    def wait(
+        self,
+        names: Sequence[str],
+        number: int | None = None,
+        *,
+        timeout: float,
+        beat: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Wait until all of these, or ``number`` of them, are bound; when the last one was.
+
+        ``beat`` is called once a second meanwhile, for the changes that a cluster always has:
+        kube-scheduler may see a changed Node before the extender does, and then asks again with the
+        next change.
+        """
         wanted = len(names) if number is None else number
+        beaten = time.monotonic()
+
+        def are_bound() -> bool | None:
+            nonlocal beaten
+            if time.monotonic() > beaten + 1:
+                beaten = time.monotonic()
+                beat()
+            return self.number(names) >= wanted or None
+
         try:
             self._rig.wait_for(
-                lambda: self.number(names) >= wanted or None,
+                are_bound,
                 timeout,
                 what=f"{wanted} of {len(names)} pods to be bound",
             )

@@ -13,6 +13,7 @@ from tests.real_node.scheduler.objects import (
     CARDS,
     PODS,
     add_nodes,
+    beat,
     container,
     create,
     delete_node,
@@ -86,7 +87,7 @@ def test_a_card_that_falls_ill(plane: Rig, placing: _Placing) -> None:
             what="a refusal of the second",
         )
         mark_ill(plane, 0, [card for card in range(CARDS) if card != 5])
-        bound.wait(["second"], timeout=PATIENCE_SECONDS)
+        bound.wait(["second"], timeout=PATIENCE_SECONDS, beat=lambda: beat(plane, 0))
     verdict = judge(plane.api.get("/api/v1/nodes")["items"], plane.pods())
     assert verdict.problems == []
     assert set(verdict.used) == {(node_name(0), uuid(0, card)) for card in (1, 5)}

@@ -17,6 +17,7 @@ from tests.real_node.scheduler.objects import (
     PODS,
     Json,
     add_nodes,
+    beat,
     container,
     create,
     delete_node,
@@ -121,10 +122,10 @@ def test_a_node_dies_and_comes_back(plane: Rig, way: Way) -> None:
             set_ready(plane, 0, ready=True)
         else:
             add_nodes(plane, [0])
-        bound.wait(second, _SECOND - 1, timeout=PATIENCE_SECONDS)
+        bound.wait(second, _SECOND - 1, timeout=PATIENCE_SECONDS, beat=lambda: beat(plane, 0))
         assert judge(nodes, plane.pods()).problems == []
         remove_pod(plane, first[0])
-        bound.wait(second, timeout=PATIENCE_SECONDS)
+        bound.wait(second, timeout=PATIENCE_SECONDS, beat=lambda: beat(plane, 0))
         assert judge(nodes, plane.pods()).problems == []
         assert cards_of_pods(_of(plane, [*first, *second])) == {
             node_name(number): {uuid(number, card) for card in range(CARDS)} for number in (0, 1)
@@ -159,7 +160,7 @@ def test_nodes_die_in_the_middle_of_a_burst(plane: Rig) -> None:
         add_nodes(plane, _DELETED)
         for number in _SILENT:
             set_ready(plane, number, ready=True)
-        bound.wait(names, timeout=PATIENCE_SECONDS)
+        bound.wait(names, timeout=PATIENCE_SECONDS, beat=lambda: beat(plane, _DELETED[0]))
     verdict = judge(nodes, plane.pods())
     assert verdict.problems == []
     assert sorted(verdict.bound) == sorted(names)

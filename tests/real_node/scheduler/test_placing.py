@@ -16,6 +16,7 @@ from tests.real_node.scheduler.objects import (
     PODS,
     Json,
     add_nodes,
+    beat,
     container,
     create,
     mark_ill,
@@ -161,7 +162,7 @@ def test_an_ill_card_gets_no_pod(plane: Rig, extender: Extender) -> None:
         # which reason is named first is decided, and tested, elsewhere
         assert "0/1 nodes are available: 1 " in _why(plane, "second")
         mark_ill(plane, 0, [card for card in range(CARDS) if card != 5])
-        bound.wait(["first", "second"], timeout=PATIENCE_SECONDS)
+        bound.wait(["first", "second"], timeout=PATIENCE_SECONDS, beat=lambda: beat(plane, 0))
     verdict = judge(_nodes(plane), plane.pods())
     assert verdict.problems == []
     assert set(verdict.used) == {(node_name(0), uuid(0, 3)), (node_name(0), uuid(0, 5))}
