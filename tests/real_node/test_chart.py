@@ -455,6 +455,22 @@ def test_no_second_agent_is_started_where_it_could_not_run(
     }
 
 
+@pytest.mark.parametrize(("version", "has_conditions"), [("1.26.15", False), ("1.27.0", True)])
+def test_the_webhook_has_no_field_that_an_old_api_server_refuses(
+    version: str, has_conditions: bool, tmp_path: Path
+) -> None:
+    """Without the conditions it is sent every pod."""
+    rendered = template(*_values(tmp_path, _of_components(["webhook"])), "--kube-version", version)
+    webhooks = [
+        webhook
+        for (kind, _, _), each in rendered.items()
+        if kind.endswith("WebhookConfiguration")
+        for webhook in each["webhooks"]
+    ]
+    assert len(webhooks) == 2
+    assert all(("matchConditions" in webhook) == has_conditions for webhook in webhooks)
+
+
 def test_another_update_strategy_replaces_that_of_the_manifests(tmp_path: Path) -> None:
     """It replaces it as a whole: with maxUnavailable of the values and maxSurge of the manifests,
     two agents could run on every node.
