@@ -158,6 +158,27 @@ def _events(agent: AgentProcess) -> set[str]:
     return {str(line["msg"]) for line in agent.log_lines()}
 
 
+async def test_an_agent_whose_socket_was_deleted_is_not_waited_for_for_ever(stage: Stage) -> None:
+    """It serves and has the lock, and cannot be asked. A roll-out must not stop at it."""
+    stage.constants[constants.SUCCESSION_ANSWER] = 1
+    await stage.ready_agent()
+    _socket(stage).unlink()
+    new = await _start_beside(stage)
+    assert (await new.until_logged("agent.waiting"))["reason"]
+    assert (await new.until_logged("agent.predecessor_silent"))["level"] == "warning"
+    await stage.admit("train")
+
+
+async def test_where_there_can_be_no_socket_the_next_agent_does_not_wait(stage: Stage) -> None:
+    """It registers as it would without a hand-over, and both logs have the reason."""
+    (stage.node.directory / "agent-state" / "succession.new").mkdir(parents=True)
+    old = await stage.ready_agent()
+    assert "stateDirectory" in (await old.until_logged("succession.unavailable"))["remedy"]
+    new = await _start_beside(stage)
+    assert not _events(new) & {"agent.waiting", "agent.predecessor_silent", "agent.took_over"}
+    await stage.admit("train")
+
+
 async def test_a_predecessor_that_wakes_up_does_not_take_the_node_back(stage: Stage) -> None:
     """It answers too late, and then waits for the end of the one that serves by now."""
     stage.constants[constants.SUCCESSION_ANSWER] = 1

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__, concurrency, log
-from vgpu_agent.agent import api_server, succession
+from vgpu_agent.agent import api_server
 from vgpu_agent.agent.api_server import ClusterAccess
 from vgpu_agent.agent.devices.library_services import LibraryServicesInForce
 from vgpu_agent.agent.devices.mig import MigDivider
@@ -577,16 +577,20 @@ class Agent:
         given since this one read the records is read again, and until then the kubelet's calls
         wait.
         """
-        starting = self._report.starting
-        while not await self._succession.find_predecessor():
-            if await self._succession.claim():
-                self._report.starting = starting
-                return
-            if self._report.starting == starting:
-                self._report.starting = "another agent is starting or stopping on this node"
-                _logger.info("agent.waiting", reason=self._report.starting)
-            await asyncio.sleep(succession.LOCK_PAUSE_SECONDS)
+        starting, reason = (
+            self._report.starting,
+            "another agent is starting or stopping on this node",
+        )
+
+        def report_wait() -> None:
+            if self._report.starting != reason:
+                self._report.starting = reason
+                _logger.info("agent.waiting", reason=reason)
+
+        found = await self._succession.find_predecessor(report_wait)
         self._report.starting = starting
+        if not found:
+            return
         self._allocator.ready.clear()
         self._offering.may_register.clear()
         await self._offering.sync()

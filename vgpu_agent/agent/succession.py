@@ -2,16 +2,17 @@
 
 In a rolling update the new agent starts beside the old one (``maxSurge``). It reads GPUs, pods
 and the kubelet's records first. Then it asks the old one, over a socket in ``stateDirectory``, to
-let go, and registers with the kubelet as soon as the last stream of the old one has ended. The
-kubelet has no healthy ids for these few milliseconds only. Registering earlier would not help:
-kubelets up to 1.36 drop the new registration when the old stream ends (kubelet §3).
+let go, and registers with the kubelet as soon as the last stream of the old one has ended. So the
+kubelet has no healthy ids only for as long as a registration takes. Registering earlier would not
+help: kubelets up to 1.36 drop the new registration when the old stream ends (kubelet §3).
 
 A lock in the same directory, which ends with its process, is held by the agent that serves the
 node. So of two agents that start at the same time, the second waits until it can take over from the
 first.
 
 The old agent then does nothing but wait for its end. If the new one dies first, the old one starts
-again from the beginning. At no time do two agents answer the kubelet or write to the cluster.
+again from the beginning. Two agents answer the kubelet or write to the cluster at the same time
+only where one of them hangs or has no socket, because a node without an agent would be worse.
 
 Each message is one line of JSON. The new agent sends `Request`, the old one answers `Answer`, and
 the connection stays open: its end tells the old agent that the new one is gone.
@@ -49,7 +50,7 @@ _PROTOCOL = 1
 # An agent writes its records (10 s on a disk that hangs), answers the calls under way (3 s), ends
 # its streams (3 s) and its MPS daemons (10 s) before it answers.
 ANSWER_SECONDS = 30.0
-LOCK_PAUSE_SECONDS = 0.2
+_LOCK_PAUSE_SECONDS = 0.2
 # A request that does not come at once is none of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 4096
@@ -114,8 +115,26 @@ class Succession:
         self.handed_over = asyncio.Event()
         self.successor_lost = asyncio.Event()
 
-    async def find_predecessor(self) -> bool:
-        """Connect to the agent that serves this node; tell whether there is one."""
+    async def find_predecessor(self, waiting: Callable[[], None]) -> bool:
+        """Connect to the agent that serves this node; tell whether there is one. Without one, this
+        agent has the lock.
+
+        While another agent has the lock and no socket, it is starting or stopping. Then ``waiting``
+        is called, and this waits, but not for longer than `ANSWER_SECONDS`.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + ANSWER_SECONDS
+        while not await self._connect():
+            if await self._claim():
+                return False
+            if loop.time() > until:
+                self._report_silence()
+                return False
+            waiting()
+            await asyncio.sleep(_LOCK_PAUSE_SECONDS)
+        return True
+
+    async def _connect(self) -> bool:
         try:
             self._reader, self._predecessor = await asyncio.open_unix_connection(
                 os.fspath(self._path), limit=_LONGEST_LINE
@@ -124,7 +143,7 @@ class Succession:
             return False
         return True
 
-    async def claim(self) -> bool:
+    async def _claim(self) -> bool:
         """Take the lock of the agent that serves the node; False while another agent has it, which
         has just begun to serve, or is ending.
 
@@ -163,7 +182,7 @@ class Succession:
         if answer is not None and answer.released:
             # the connection stays open: its end would tell that this agent is gone
             self._journal.record("agent.took_over", predecessor=answer.version)
-            await self.claim()
+            await self._claim()
             return
         if self._predecessor_silent:
             # It may wake up and answer: it does not begin again while this connection is open.
@@ -178,8 +197,8 @@ class Succession:
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_SECONDS):
-                while not await self.claim():  # noqa: ASYNC110 - a lock of the kernel tells nobody
-                    await asyncio.sleep(LOCK_PAUSE_SECONDS)
+                while not await self._claim():  # noqa: ASYNC110 - a lock of the kernel tells nobody
+                    await asyncio.sleep(_LOCK_PAUSE_SECONDS)
 
     async def listen(self, release: Callable[[], Awaitable[None]]) -> None:
         """Let the next agent take over from now on; ``release`` ends all that two agents must not
@@ -206,6 +225,7 @@ class Succession:
                     "then an upgrade leaves the node without healthy ids for a second or two"
                 ),
             )
+            self._release_lock()  # the next agent would wait for a socket
             return
         self._identity = await asyncio.to_thread(sockets.identity, self._path)
 
@@ -242,13 +262,16 @@ class Succession:
                 line = await reader.readline()
             return msgspec.json.decode(line, type=Answer) if line else None
         except TimeoutError:
-            self._predecessor_silent = True
-            self._journal.record(
-                "agent.predecessor_silent", level="warning", waited_seconds=ANSWER_SECONDS
-            )
+            self._report_silence()
         except (OSError, ValueError) as err:  # DecodeError and an endless line are ValueErrors
             _logger.warning("succession.broken", error=str(err))
         return None
+
+    def _report_silence(self) -> None:
+        self._predecessor_silent = True
+        self._journal.record(
+            "agent.predecessor_silent", level="warning", waited_seconds=ANSWER_SECONDS
+        )
 
     async def _serve(
         self,

@@ -55,8 +55,8 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def node_config(self) -> str:
-        """As JSON, how many times the node offers its cards' memory and compute (scaling), and how
-        many containers may share a card (split count).
+        """A JSON text: how many times the node offers its cards' memory and compute (scaling), and
+        how many containers may share a card (split count).
         """
         return self._key("node-config-info")
 
