@@ -137,6 +137,21 @@ async def test_a_node_with_the_timestamp_is_left_to_the_program() -> None:
     assert len(world.left) == 2
 
 
+async def test_an_edit_by_hand_does_not_keep_the_labels_from_coming_back() -> None:
+    """Weeks later GPU Feature Discovery runs for a while, and is removed."""
+    world = World()
+    async with world.run():
+        await asyncio.sleep(1)
+        world.label(product="by hand")
+        await asyncio.sleep(10)
+        assert world.labels[PRODUCT] == "A100"
+        world.label(product="Theirs", timestamp="1")
+        await asyncio.sleep(10)
+        world.label(timestamp=None)
+        await asyncio.sleep(10)
+        assert world.labels == {PRODUCT: "A100", COUNT: "2"}
+
+
 async def test_a_program_that_keeps_changing_the_values_wins_after_three_times() -> None:
     """GPU Feature Discovery without timestamp writes every minute. A person who changes one label
     once gets it back.

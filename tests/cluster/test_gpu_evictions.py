@@ -76,6 +76,26 @@ async def test_a_recovery_ends_the_time() -> None:
     assert world.evicted == []
 
 
+async def test_a_gpu_that_recovers_during_the_requests_keeps_its_pods() -> None:
+    """With many pods and a slow API server, minutes may lie between the first request and the
+    last.
+    """
+    world = Evicting()
+
+    def recover_others(_verb: str, path: str, _body: object) -> None:
+        if path.endswith("/eviction"):
+            for uuid in (U0, "GPU-1"):
+                world.recover(uuid)
+
+    world.api.fault = recover_others
+    world.grants = [grant(1, "a", U0), grant(2, "b", "GPU-1")]
+    async with world.run():
+        world.fail(U0)
+        world.fail("GPU-1")
+        await asyncio.sleep(AFTER + 20)
+    assert len(world.evicted) == 1
+
+
 async def test_a_budget_postpones_and_the_pod_goes_when_it_allows() -> None:
     """429 is the answer of the API server while a PodDisruptionBudget forbids it."""
     world = Evicting()
