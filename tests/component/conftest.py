@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -146,3 +147,16 @@ async def stage(folder: Path) -> AsyncIterator[Stage]:
         with contextlib.suppress(SimulationError):
             await agent.terminate()
     await stage.kubelet.stop()
+
+
+@contextlib.contextmanager
+def full(directory: Path) -> Iterator[None]:
+    """A file system at ``directory`` in which no file can be made; only root can mount it."""
+    directory.mkdir(exist_ok=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(directory)], check=True
+    )
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.conftest import GPU, QUICK, SHARED, Stage, until_not_ready
+from tests.component.conftest import GPU, QUICK, SHARED, Stage, full, until_not_ready
 from tests.golden import U0, U1
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from tests.replacing import replace_text
@@ -248,13 +248,12 @@ def _unwritable(directory: Path, how: str) -> Iterator[None]:
         yield
         directory.chmod(0o700)
         return
-    if how == "read-only":
-        subprocess.run(["mount", "--bind", str(directory), str(directory)], check=True)
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(directory)], check=True)
-    else:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(directory)], check=True
-        )
+    if how != "read-only":
+        with full(directory):
+            yield
+        return
+    subprocess.run(["mount", "--bind", str(directory), str(directory)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", str(directory)], check=True)
     try:
         yield
     finally:

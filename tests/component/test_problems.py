@@ -5,18 +5,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tests import constants
-from tests.component.conftest import QUICK, Stage
+from tests.component.conftest import QUICK, Stage, full
 from tests.component.test_mps import Mps
 from tests.component.volcano import NUMBER, VolcanoStage, asks, volcano_stage
 from tests.replacing import replace_text
@@ -37,19 +35,6 @@ async def volcano(folder: Path) -> AsyncIterator[VolcanoStage]:
     async with volcano_stage(folder) as stage:
         stage.constants |= {constants.API_BACKOFF_MAX: 0.5, constants.VERIFY: 0.3}
         yield stage
-
-
-@contextlib.contextmanager
-def full(directory: Path) -> Iterator[None]:
-    """A file system below ``directory`` in which no file can be made."""
-    directory.mkdir(exist_ok=True)
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(directory)], check=True
-    )
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 async def seen_once(agent: AgentProcess, mark: str, part: str, cause: str) -> None:
