@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 import sys
 import time
@@ -118,9 +119,10 @@ class MortalStage(VolcanoStage):
         return deaths > 0
 
     def files(self) -> set[str]:
-        """All that lies where the agent writes."""
+        """All that lies where the agent writes; the lock without the number of this kubelet."""
         roots = (self.folder / "state", self.folder / "vgpu", self.cluster.cdi_directory)
-        return {str(path.relative_to(self.folder)) for root in roots for path in root.rglob("*")}
+        names = (str(path.relative_to(self.folder)) for root in roots for path in root.rglob("*"))
+        return {re.sub(r"/succession-\w{8}\.lock$", "/succession.lock", name) for name in names}
 
     async def _is_ready(self) -> bool:
         with contextlib.suppress(SimulationError):

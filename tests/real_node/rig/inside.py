@@ -118,10 +118,13 @@ def _node_takes_pods(api: Api, name: str) -> bool:
 def _make_network(nodes: int) -> None:
     """A bridge for pods that also holds the nodes' addresses and the address
     of the `kubernetes` service.
+
+    Without a hardware address of its own it has the lowest one among its pods', which changes with
+    the end of a pod. The others then send to the old one until their ARP entry expires.
     """
     for arguments in (
         ["link", "set", "lo", "up"],
-        ["link", "add", config.BRIDGE, "type", "bridge"],
+        ["link", "add", config.BRIDGE, "address", "02:00:00:00:00:01", "type", "bridge"],
         ["address", "add", f"{node_address(1)}/24", "dev", config.BRIDGE],
         *(
             ["address", "add", f"{node_address(index)}/32", "dev", config.BRIDGE]
