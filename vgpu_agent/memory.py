@@ -10,10 +10,10 @@ them to the system. Resident memory with 110 pods (`scripts/bench --only volcano
 * 80 MiB without `limit_heaps`,
 * 100 MiB without any of them.
 
-The agent calls `limit_heaps` once, before the first thread starts, and `release_free_pages` after
-each regular pass over the kubelet's records. The scheduler extender calls `freeze_objects` once it
-has read all Nodes and pods: with 10,000 pods each full collection takes 30 to 40 ms, in which it
-answers no call of kube-scheduler.
+The agent calls `limit_heaps` once, before the first thread starts, `freeze_objects` a moment after
+its start, and `release_free_pages` after each regular pass over the kubelet's records. The
+scheduler extender calls `freeze_objects` once it has read all Nodes and pods: with 10,000 pods each
+full collection takes 30 to 40 ms, in which it answers no call of kube-scheduler.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Node:
             self.journal,
             kept_directory=str(self.folder / "kept"),
             proc_root=str(self.folder / "proc"),
-            make_room=self.guard.look,
+            free_disk_space=self.guard.look,
             slots=[RegionSlots(self.regions)],
         )
 

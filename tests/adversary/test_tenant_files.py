@@ -60,7 +60,7 @@ class Node:
             self.journal,
             kept_directory=str(folder / "kept"),
             proc_root=str(folder / "proc"),
-            make_room=lambda: None,
+            free_disk_space=lambda: None,
         )
 
     def provision(self) -> Provision:
@@ -379,7 +379,7 @@ async def test_a_start_finds_room_that_a_tenant_has_just_taken(
         really(descriptor, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(node.grants, "_make_room", lambda: room.append(True))
+    monkeypatch.setattr(node.grants, "_free_disk_space", lambda: room.append(True))
     assert await node.mounts_at_start()
 
 

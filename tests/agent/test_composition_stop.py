@@ -53,7 +53,7 @@ cluster: {{enabled: never}}
     stop = asyncio.Event()
     stop.set()
     agent = Agent(loaded)
-    agent._serves = serves
+    agent._serves_node = serves
     async with asyncio.timeout(10):
         await agent.run(stop)
 

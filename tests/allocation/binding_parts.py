@@ -185,7 +185,7 @@ class Place:
         self.resource = resource  # of which kubelet gives out ids
         self.notices = Notices()
         self.overcommits = Overcommits(self.notices)
-        self.api_well_seconds = 3600.0
+        self.api_reachable_seconds = 3600.0
         self.allocator = Allocator(
             Context(
                 ledger=self.ledger,
@@ -201,7 +201,7 @@ class Place:
                 settings=binding or Binding(),
                 notices=self.notices,
                 overcommits=self.overcommits,
-                api_well_seconds=lambda: self.api_well_seconds,
+                api_reachable_seconds=lambda: self.api_reachable_seconds,
             )
         )
         self.allocator.use_mode(BindingMode(late=late, by_annotation=False, reason="a test"))

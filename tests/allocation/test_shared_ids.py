@@ -201,7 +201,7 @@ async def test_soon_after_an_outage_a_status_without_an_end_proves_nothing(
     await admitted(place, pod)
     await place.start(IDS[:1])
     place.on_server["default", "train"] = pod
-    place.api_well_seconds = 5.0
+    place.api_reachable_seconds = 5.0
     with pytest.raises(NotProvenError, match="the API server was away a moment ago"):
         await place.start(IDS[:1])
     place.on_server["default", "train"] = over(pod)

@@ -231,7 +231,7 @@ async def test_an_outage_of_hours_costs_two_requests_a_minute(node: Node1) -> No
     assert len(node.script.asked) == pytest.approx(122, abs=8)
     assert node.names == ["a"]
     assert node.reflector.status.failing_since
-    assert node.reflector.well_seconds == 0
+    assert node.reflector.reachable_seconds == 0
     assert node.said() == ["cluster.watch_failed"]
 
 
@@ -245,10 +245,10 @@ async def test_a_first_list_that_fails_is_tried_until_it_succeeds(node: Node1) -
     async with running(node.reflector.run):
         await asyncio.sleep(0.5)
         assert not node.book.synced.is_set()
-        assert node.reflector.well_seconds == 0
+        assert node.reflector.reachable_seconds == 0
         await asyncio.sleep(5)
         assert node.book.synced.is_set()
-        assert 0 < node.reflector.well_seconds < 5
+        assert 0 < node.reflector.reachable_seconds < 5
 
 
 async def test_a_bookmark_moves_the_version_and_nothing_else(node: Node1) -> None:

@@ -199,15 +199,15 @@ def test_the_next_turn_waits_until_schedulers_know_that_the_last_is_over(
     """Where the API server is slow, pods of the family before may still be bound to the GPU.
     The next family's turn is as long as ever.
     """
-    ledger.counts_written(ledger.withdrawn.value)
+    ledger.note_written_counts(ledger.withdrawn.value)
     served(ledger, VGPU, U0)
-    ledger.counts_written(ledger.withdrawn.value)
+    ledger.note_written_counts(ledger.withdrawn.value)
     let_pass(ledger, clock, WITHDRAWAL_SECONDS)
     let_pass(ledger, clock, TURN_SECONDS - WITHDRAWAL_SECONDS)
     assert offered_to(ledger, U0) == set()
     let_pass(ledger, clock, 3 * WITHDRAWAL_SECONDS)
     assert offered_to(ledger, U0) == set(), "the Node is not written yet"
-    ledger.counts_written(ledger.withdrawn.value)
+    ledger.note_written_counts(ledger.withdrawn.value)
     let_pass(ledger, clock, 3 * WITHDRAWAL_SECONDS)
     assert len(offered_to(ledger, U0)) == 1
     assert ledger.turn_ends_in_seconds == pytest.approx(TURN_SECONDS)

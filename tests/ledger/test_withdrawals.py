@@ -82,17 +82,17 @@ def test_kubelet_keeps_the_ids_until_the_node_has_the_count(ledger: Ledger, cloc
     """A slow API server shows schedulers the older count for longer,
     and the pods that they bind by it would be failed.
     """
-    ledger.counts_written(ledger.withdrawn.value)
+    ledger.note_written_counts(ledger.withdrawn.value)
     ledger.claim([claim(U0, 1)])
     clock.now += 2 * WITHDRAWAL_SECONDS
     ledger.end_turns()
     assert usable(ledger, GPU) == {U0, U1}
-    ledger.counts_written(ledger.withdrawn.value - 1)
+    ledger.note_written_counts(ledger.withdrawn.value - 1)
     assert ledger.turn_ends_in_seconds == pytest.approx(
         LONGEST_WITHDRAWAL_SECONDS - 2 * WITHDRAWAL_SECONDS
     ), "a write from before the claim says nothing about it"
     revision = ledger.revision.value
-    ledger.counts_written(ledger.withdrawn.value)
+    ledger.note_written_counts(ledger.withdrawn.value)
     assert ledger.revision.value == revision + 1, "whoever waits for the end waits for less now"
     assert ledger.turn_ends_in_seconds == pytest.approx(2 * WITHDRAWAL_SECONDS), (
         "a bind under way may take as long as the write did"
@@ -107,11 +107,11 @@ def test_a_node_that_cannot_be_written_keeps_no_ids_for_long(ledger: Ledger, clo
     """Without the API server nothing is bound; without the permission only kubelet counts, every
     ten seconds.
     """
-    ledger.counts_written(ledger.withdrawn.value)
+    ledger.note_written_counts(ledger.withdrawn.value)
     ledger.claim([claim(U0, 1)])
     let_pass(ledger, clock, LONGEST_WITHDRAWAL_SECONDS)
     assert usable(ledger, GPU) == {U1}
     ledger.claim([claim(U0, 1), claim(U1, 1)])
     assert ledger.turn_ends_in_seconds == pytest.approx(LONGEST_WITHDRAWAL_SECONDS)
-    ledger.counts_written(None)
+    ledger.note_written_counts(None)
     assert ledger.turn_ends_in_seconds == pytest.approx(WITHDRAWAL_SECONDS)

@@ -349,7 +349,7 @@ class ClusterAccess:
         sent: Callable[[], Mapping[str, SentCounts]] = dict,
         lists: Revision | None = None,
         withdrawn: Revision | None = None,
-        counted: Callable[[int | None], None] = lambda _number: None,
+        on_counts_written: Callable[[int | None], None] = lambda _number: None,
         gpus: GpuFacts | None = None,
     ) -> None:
         """Start to keep Node and pods in the families' desired state.
@@ -366,8 +366,8 @@ class ClusterAccess:
             sent: returns resource → the counts of the ids that the kubelet was sent last.
             lists: advances when the result of ``sent`` changes.
             withdrawn: advances when schedulers must see fewer ids than the kubelet has.
-            counted: called with the value of ``withdrawn`` up to which the Node has the counts, or
-                with None if the API server refuses them permanently.
+            on_counts_written: called with the value of ``withdrawn`` up to which the Node has the
+                counts, or with None if the API server refuses them permanently.
             gpus: facts about the GPUs; without them their health is not reported.
         """
         if self.client is None or self.nodes is None or not self.needed:
@@ -417,7 +417,7 @@ class ClusterAccess:
             sent,
             lists or Revision(),
             withdrawn or Revision(),
-            counted,
+            on_counts_written,
             self._journal,
         )
         self._loop("allocatable", self.allocatable.run)
@@ -513,9 +513,9 @@ class ClusterAccess:
             raise ClusterError(self.disconnected_reason)
         return await self.pods.fetch(namespace, name)
 
-    def well_seconds(self) -> float:
+    def reachable_seconds(self) -> float:
         """Return for how many seconds the API server has answered without a failure."""
-        return self.pods.well_seconds if self.pods is not None else 0.0
+        return self.pods.reachable_seconds if self.pods is not None else 0.0
 
     async def may_get(self, token: str, path: str) -> bool:
         """Tell whether the owner of ``token`` may get ``path`` of this agent.

@@ -109,10 +109,11 @@ async def run(loaded: Loaded) -> bool:
 
     Raises:
         AgentError: it cannot start: no driver, an address in use, a list that the kubelet would not
-            take, a named configuration that is wrong.
+            take, a wrong configuration that a label of the Node names.
     """
     limit_heaps()
-    # before all else: some settings hold for as long as the process lives
+    # The configuration that a label of the Node names, if there is one. It is read before all else,
+    # because some settings hold for as long as the process lives.
     loaded, named = await with_named_configuration(loaded)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -122,6 +123,7 @@ async def run(loaded: Loaded) -> bool:
     discovery = await discover(
         settings.gpu, sysfs_root=settings.sysfs_root, simulated=bool(settings.simulate)
     )
+    # where this process sees the host's files of MPS
     mps_view = await asyncio.to_thread(
         directories.view,
         settings.mps.root,
@@ -169,14 +171,15 @@ class Agent:
             sysfs_root=settings.sysfs_root,
             beat=self._beat("gpu watch"),
         )
-        self._directory = DirectoryWatch(
+        self._kubelet_directory = DirectoryWatch(
             kubelet.device_plugin_directory,
             poll_seconds=kubelet_directory.POLL_SECONDS,
             journal=self._journal,
             status=self._kubelet,
         )
         self._cluster = ClusterAccess(settings, self._journal, self._supervisor, named)
-        self._refusals, self._notices = Refusals(), Notices()
+        self._refusals = Refusals()
+        self._notices = Notices()  # messages to the owners of pods
         self._overcommits = Overcommits(self._notices)
         self._pod_resources = PodResources(
             kubelet.pod_resources_socket, timeout_seconds=pod_resources.TIMEOUT_SECONDS
@@ -202,13 +205,13 @@ class Agent:
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
         )
-        directory = GrantDirectory(
+        grant_directory = GrantDirectory(
             settings.binding.cdi_directory,
             self._journal,
             proc_root=settings.gpu.proc_root,
             kept_directory=f"{settings.state_directory}/grants",
-            inline=self._cdi.inline,
-            make_room=self._regions.make_room,
+            inline=self._cdi.inline,  # replaces CDI names by the edits behind them
+            free_disk_space=self._regions.free_disk_space,
             on_file_made=self._on_file_made,
             old_directory=earlier_in,
             slots=[RegionSlots(directory) for directory in containers_in],
@@ -240,20 +243,20 @@ class Agent:
                     pods=self._starting,
                 ),
                 fetch=self._cluster.fetch,
-                carrier=directory,
+                carrier=grant_directory,
                 refusals=self._refusals,
                 settings=settings.binding,
                 divider=self._mig,
                 notices=self._notices,
                 overcommits=self._overcommits,
                 node_annotations=lambda: self._cluster.node_annotations,
-                api_well_seconds=self._cluster.well_seconds,
+                api_reachable_seconds=self._cluster.reachable_seconds,
             ),
         )
         self._offering = Offering(
             ledger=self._ledger,
             allocator=self._allocator,
-            directory=self._directory,
+            directory=self._kubelet_directory,
             supervisor=self._supervisor,
             journal=self._journal,
             patience_seconds=concurrency.STUCK_SECONDS,
@@ -281,15 +284,16 @@ class Agent:
             mps_view=mps_view,
         )
         self._grants = GrantKeeping(
-            directory=directory,
+            directory=grant_directory,
             allocator=self._allocator,
             ledger=self._ledger,
             pod_cache=self._cluster.pod_cache,
             directories=grants_in,
+            # where other things lie, too
             shared_directories=[
-                backend.replaced(backend.host_directory(settings))
+                backend.directory_of_replaced(backend.host_directory(settings))
                 for backend in BACKENDS
-                if backend.replaced and backend.name in used_backends(settings)
+                if backend.directory_of_replaced and backend.name in used_backends(settings)
             ],
             pause_seconds=verification.VERIFY_SECONDS,
             refresh=self._look_again,
@@ -342,6 +346,7 @@ class Agent:
             proc_root=settings.gpu.proc_root,
             pause_seconds=settings.gpu.usage_seconds,
         )
+        # what vgpu-control needs on the node: the registry of processes and samples of compute use
         self._services = LibraryServicesInForce(
             self._families.services,
             ledger=self._ledger,
@@ -353,7 +358,7 @@ class Agent:
             sysfs_root=settings.sysfs_root,
         )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal, named=named)
-        self._serves = False  # no other agent serves this node any more
+        self._serves_node = False  # true once no other agent does
         # at the last rebuild of the ledger: the offered names, and whether the pods were known
         self._understood: tuple[frozenset[str], bool] | None = None
         self._lag = LoopLag()
@@ -366,7 +371,7 @@ class Agent:
             offering=self._offering,
             refusals=self._refusals,
             overcommits=self._overcommits,
-            grants=directory,
+            grants=grant_directory,
             regions=self._regions,
             verification=self._verification,
             cluster=self._cluster,
@@ -380,13 +385,13 @@ class Agent:
             write_failures=lambda: (
                 *self._cluster.write_failures,
                 *filter(None, [self._missing_devices.write_failure]),
-                *directory.write_failures,
+                *grant_directory.write_failures,
             ),
             unreadable_regions=lambda: self._usages.unreadable,
             mps=lambda: self._mps.statuses,
             share_seconds=lambda: self._share_seconds.sums,
         )
-        self.web = LateWeb(self._report.status, settings, self._cluster.may_get)
+        self.web = LateWeb(self._report.status, settings, reviews=self._cluster.may_get)
         self._succession = Succession(
             settings.state_directory, kubelet.device_plugin_directory, self._journal
         )
@@ -459,7 +464,7 @@ class Agent:
         if settings.simulate:
             await self._simulate(Path(settings.simulate))
         self._loop("event loop", self._lag.run)
-        self._loop("kubelet directory", self._directory.run)
+        self._loop("kubelet directory", self._kubelet_directory.run)
         # the client is imported while the driver starts
         await asyncio.gather(self._watch.start(), self._cluster.load_client())
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
@@ -470,7 +475,7 @@ class Agent:
         await self._know_holders()
         await self._take_over()
         await self._share_seconds.load()
-        self._serves = True
+        self._serves_node = True
         await self._grants.restore()
         await self._grants.withdraw_foreign_specs()
         self._allocator.ready.set()
@@ -483,10 +488,10 @@ class Agent:
             starting=self._starting.any,
             resources=self._resources,
             owned=lambda: {each.name: each.family for each in self._ledger.resources},
-            sent=lambda: self._offering.sent_to_several_families,
+            sent=lambda: self._offering.counts_sent_while_shared,
             lists=self._offering.lists,
             withdrawn=self._ledger.withdrawn,
-            counted=self._ledger.counts_written,
+            on_counts_written=self._ledger.note_written_counts,
             gpus=GpuFacts(
                 self._watch.inventory,
                 driver=lambda: self._watch.status,
@@ -557,7 +562,7 @@ class Agent:
             if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # No heartbeat: a restart of the agent does not repair a disk that hangs.
                 self._supervisor.start("container usage", self._usages.run)
-                if self.web.exports or VGPU_CONTROL.name in used_backends(settings):
+                if self.web.serves_replaced_metrics or VGPU_CONTROL.name in used_backends(settings):
                     self._supervisor.start("use of controlled containers", self._controlled.run)
                 self._supervisor.start("region sizes", self._regions.run)
                 self._supervisor.start(
@@ -627,7 +632,7 @@ class Agent:
             return
         self._report.starting = "the agent is stopping"
         _logger.info("agent.stopping")
-        if not self._serves:  # another agent may serve the node: its specs and records stay
+        if not self._serves_node:  # another agent may serve the node: its specs and records stay
             await self._offering.stop()
             await self._release_driver_and_cluster()
             return
@@ -644,6 +649,7 @@ class Agent:
             _logger.warning("agent.drain_incomplete", after_seconds=SHUTDOWN_SECONDS)
         await self._mps.stop(SHUTDOWN_SECONDS)
         await self._store_records()
+        # both only with `cluster.withdrawAtStop`: remove our specs, and what schedulers read
         await self._cdi.withdraw()
         await self._cluster.withdraw(SHUTDOWN_SECONDS)
         await self._release_driver_and_cluster()

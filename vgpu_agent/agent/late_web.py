@@ -62,7 +62,7 @@ class LateWeb:
         self._server: WebServer | None = None
 
     @property
-    def exports(self) -> bool:
+    def serves_replaced_metrics(self) -> bool:
         """Tell whether the metrics of programs that a family replaces are served, too."""
         return bool(self._exporters)
 

@@ -5,7 +5,8 @@ GPU in an annotation of the pod. In families whose device ids name GPUs, the sch
 counted ids. There a bound pod is *demand* for a number of ids until the kubelet has admitted it. If
 the GPUs that serve its family do not cover the demand, free GPUs are claimed for it. Without them
 the kubelet would fail the pod for good, while a pod of Volcano would only wait. So demand has
-priority over claims by annotation of the same age.
+priority over claims by annotation, except those that were there before it
+(`demand.EQUAL_AGE_SECONDS`).
 
 The claims are derived from the pods, the families and the grants alone, so a restart loses nothing.
 A claim begins when the watch shows the bound pod. It ends when the container gets its shares, when
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 # The order of a claim is its pod's position in the order of binds (`Pod.bound`). This number is
 # larger than any position. It is subtracted from the order of claims that come before all others:
-# demand, and pods that have some of their shares.
+# demand, for which no GPU is chosen that an older claim has, and pods that have some of their
+# shares.
 _PRIORITY = 2**40
 
 _NamedGpus = tuple[tuple[str, str, tuple[str, ...]], ...]  # (family, container, UUIDs of GPUs)
@@ -121,6 +123,7 @@ class Claims:
     def _waiting_pods(self) -> list[tuple[Pod, _NamedGpus]]:
         """Return the pods whose annotations name GPUs for containers that have not started."""
         families, inventory = self._context.families, self._context.inventory()
+        # A paused family starts no container now, so its pods claim nothing.
         paused = {family.name for family in families.paused}
         pod_families = tuple(
             family for family in families.pod_families if family.name not in paused
@@ -149,7 +152,8 @@ def resources_of_other_families(
 ) -> list[str]:
     """List the names of other families' resources that the container also requests.
 
-    Each of them would give it more GPUs.
+    Each of them would give it more GPUs. A resource with `Decider.NOBODY` only counts something for
+    schedulers, and gives nothing.
     """
     foreign = (
         offer.name

@@ -118,7 +118,7 @@ class Context(msgspec.Struct):
         overcommits: the starts that exceeded a device.
         node_annotations: returns the annotations of this node's Node in the API server; empty while
             the Node has not been read.
-        api_well_seconds: returns for how many seconds the API server has answered without a
+        api_reachable_seconds: returns for how many seconds the API server has answered without a
             failure.
         clock: the wall clock, unix seconds.
         booted_at: returns the unix seconds of the host's last boot.
@@ -141,7 +141,7 @@ class Context(msgspec.Struct):
     notices: Notices = msgspec.field(default_factory=Notices)
     overcommits: Overcommits = msgspec.field(default_factory=lambda: Overcommits(Notices()))
     node_annotations: Callable[[], Mapping[str, str]] = dict
-    api_well_seconds: Callable[[], float] = lambda: math.inf
+    api_reachable_seconds: Callable[[], float] = lambda: math.inf
     clock: Callable[[], float] = time.time
     booted_at: Callable[[], float] = _booted_at
     families: Families = Families()

@@ -262,7 +262,7 @@ class Identification:
         server: what it does not show has not happened, unless the API server was away a moment ago.
         """
         found = self._starting_container(pod, names, last, settled=False)
-        if found is None and self._context.api_well_seconds() < STATUS_SECONDS:
+        if found is None and self._context.api_reachable_seconds() < STATUS_SECONDS:
             raise NotProvenError(
                 f"the API server was away a moment ago, and the status of pod {pod.full_name} may "
                 "not say yet which of its containers have ended; the kubelet will retry"

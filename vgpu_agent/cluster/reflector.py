@@ -183,7 +183,7 @@ class Reflector(Generic[T]):
         )
 
     @property
-    def well_seconds(self) -> float:
+    def reachable_seconds(self) -> float:
         """The seconds for which lists and watches have not failed; 0 while they fail."""
         if self._well_since is None:
             return 0.0

@@ -91,9 +91,9 @@ class PodWatch(_Watch):
         )
 
     @property
-    def well_seconds(self) -> float:
+    def reachable_seconds(self) -> float:
         """The seconds for which the API server has answered without a failure."""
-        return self._reflector.well_seconds
+        return self._reflector.reachable_seconds
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         """Ask the API server for one pod; None when there is none.

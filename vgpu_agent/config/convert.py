@@ -26,7 +26,10 @@ def convert(file: str, content: bytes) -> str:
         ConfigError: something in it is wrong; one sentence each, as when the agent reads it.
     """
     name = file if file.isprintable() else ascii(file)
-    loaded = load.load_contents(load.Sources({}, {}, None), load.Contents(None, name, content))
+    loaded = load.load_contents(
+        load.Sources(flags={}, environment={}, file=None),
+        load.Contents(nvidia_file=name, nvidia=content),
+    )
     given = {path for path, origin in loaded.origins.items() if origin != DEFAULT_ORIGIN}
     lines = [
         f"# Made from {name}, a configuration of NVIDIA's device plugin.",

@@ -103,7 +103,7 @@ def _other_sources(path: str) -> str:
 
 
 def _has_required_list(section: schema.Struct) -> bool:
-    return any(key.required for key in schema.keys(section).values())
+    return any(key.can_be_omitted_with for key in schema.keys(section).values())
 
 
 def _comment(text: str, indent: str, width: int = _WIDTH) -> list[str]:

@@ -229,6 +229,7 @@ class Reading:
             if name not in known:
                 if self._plugin_keys is None and self._report_removed(node, prefix + name):
                     continue
+                # further problems are only counted
                 advice = "" if self._problems.enough else f", {_advice(name, known, prefix)}"
                 self._report(node.line, prefix + shown_key(name), f"unknown key{advice}")
                 continue
@@ -293,14 +294,14 @@ class Reading:
             return None
         for key in schema.keys(section).values():
             if (
-                key.required
+                key.can_be_omitted_with
                 and key.name not in members
                 and f"{path}.{key.name}[0].name" not in self._places
             ):
                 self._report(
                     node.line,
                     f"{path}.{key.name}",
-                    f"missing; list what is shared, or leave {key.required} out",
+                    f"missing; list what is shared, or leave {key.can_be_omitted_with} out",
                 )
         return self._read_section(section, members, path + ".")
 
@@ -312,12 +313,12 @@ class Reading:
             return None
         for stale in [known for known in self._places if known.startswith(f"{path}[")]:
             del self._places[stale]  # this list replaces that of a source with lower priority
-        if not node.value and key.required:
+        if not node.value and key.can_be_omitted_with:
             self._report(
                 node.line,
                 path,
-                f"expected at least one resource, got an empty list; leave {key.required} out to "
-                "share nothing",
+                "expected at least one resource, got an empty list; leave "
+                f"{key.can_be_omitted_with} out to share nothing",
             )
         if not node.value:
             self._places[path] = self._place(node.line, path)

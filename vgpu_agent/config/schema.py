@@ -66,8 +66,8 @@ class Key(msgspec.Struct, frozen=True):
         is_path: whether a relative path from the command line is completed.
         completed: for the name of a resource, the function that gives the complete name and what is
             wrong with it ("" for nothing).
-        required: for a list that must not be empty, the section that can be left out instead; else
-            "".
+        can_be_omitted_with: for a list that must not be empty, the section that can be left out
+            instead; else "".
         repeated: for such a list, the function that finds the earlier item which an item
             contradicts.
         example: a value for a key without a default, else None.
@@ -82,7 +82,7 @@ class Key(msgspec.Struct, frozen=True):
     text: str
     is_path: bool
     completed: Callable[[str], tuple[str, str]] | None
-    required: str
+    can_be_omitted_with: str
     repeated: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], Repeated | None] | None
     example: Any
 
@@ -247,7 +247,7 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
         ),
         is_path=any((meta.extra or {}).get("path") for meta in metas),
         completed=_extra(metas, "completed", None),
-        required=_extra(metas, "required", ""),
+        can_be_omitted_with=_extra(metas, "can_be_omitted_with", ""),
         repeated=_extra(metas, "repeated", None),
         example=next((meta.examples[0] for meta in metas if meta.examples), None),
     )

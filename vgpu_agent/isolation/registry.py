@@ -33,8 +33,8 @@ class LibraryBackend(msgspec.Struct, frozen=True):
         containers: the host directory → the parent of the containers' own directories.
         before: the same for an earlier version of the agent, in whose directories containers could
             write; None where there was none.
-        replaced: the host directory → where the replaced plugin made the containers' directories,
-            among other things; None where that is one of the other two.
+        directory_of_replaced: the host directory → where the replaced plugin made the containers'
+            directories, among other things; None where that is one of the other two.
         folders: the directories with files that a container writes, relative to its own directory;
             "" for that directory.
         allowed_size: the name of a file there → its largest allowed size; None when containers do
@@ -55,7 +55,7 @@ class LibraryBackend(msgspec.Struct, frozen=True):
     marker: str
     decisive: frozenset[str]
     before: Callable[[str], str] | None = None
-    replaced: Callable[[str], str] | None = None
+    directory_of_replaced: Callable[[str], str] | None = None
 
     def containers_directory(self, settings: Settings) -> str:
         """The parent of the containers' own directories, by the settings."""
@@ -101,7 +101,7 @@ VGPU_CONTROL = LibraryBackend(
     allowed_size=vgpu_control.allowed_size,
     marker=vgpu_control.SLOTS_VARIABLE,
     decisive=vgpu_control.DECISIVE,
-    replaced=lambda host_directory: host_directory,
+    directory_of_replaced=lambda host_directory: host_directory,
 )
 
 BACKENDS = (HAMI_CORE, VGPU_CONTROL)

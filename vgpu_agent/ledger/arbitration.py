@@ -98,7 +98,7 @@ class Arbitration:
         Args:
             devices: of the ledger, from now on.
             number: the number of the round of withdrawals, if this begins one; see
-                `counts_written`.
+                `note_written_counts`.
             holders_unknown: it is not known which family has which GPU.
             listed: the kubelet has been sent a list.
 
@@ -127,13 +127,13 @@ class Arbitration:
         moved = self._turns.move_on()
         return self._withdrawals.end() or moved
 
-    def counts_written(self, number: int | None) -> bool:
+    def note_written_counts(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds of withdrawals up to ``number``, or,
         with None, that the agent cannot write them. Return whether a withdrawal ends earlier
         because of that. The counts are the numbers of ids in the Node's status; the withdrawals
         that begin with one change of the ledger are a round.
         """
-        return self._withdrawals.counts_written(number)
+        return self._withdrawals.note_written_counts(number)
 
     # -- reading -----------------------------------------------------------------------------------
 

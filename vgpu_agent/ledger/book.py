@@ -173,14 +173,14 @@ class Ledger:
         if self._arbitration.move_on():
             self._changed()
 
-    def counts_written(self, number: int | None) -> None:
+    def note_written_counts(self, number: int | None) -> None:
         """Take note that the Node has the counts as they were offered when `withdrawn` was
         ``number``, or, with None, that no one but the kubelet can write them.
 
         Until then the kubelet keeps what is withdrawn, for the pods that schedulers bind by the
         older counts.
         """
-        if self._arbitration.counts_written(number):
+        if self._arbitration.note_written_counts(number):
             self.revision.advance()  # wakes a loop that waits for `turn_ends_in_seconds`
 
     def has_settled(self, device: str) -> bool:

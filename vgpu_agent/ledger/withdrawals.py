@@ -39,7 +39,7 @@ class Withdrawals:
         self._clock = clock
         self._offered: frozenset[tuple[str, str]] = frozenset()
         self._until: dict[tuple[str, str], float] = {}
-        # whether the agent writes the counts to the Node, and calls `counts_written` after it
+        # whether the agent writes the counts to the Node, and calls `note_written_counts` after it
         self._are_written = False
         # of each whose count the Node does not show yet: its round, and when that began
         self._unwritten: dict[tuple[str, str], tuple[int, float]] = {}
@@ -67,7 +67,7 @@ class Withdrawals:
         self._until.update(dict.fromkeys(withdrawn, now + seconds))
         return bool(withdrawn)
 
-    def counts_written(self, number: int | None) -> bool:
+    def note_written_counts(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds up to ``number``, or, with None,
         that the agent cannot write them. Return whether a withdrawal ends earlier for it.
 

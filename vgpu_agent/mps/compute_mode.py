@@ -61,7 +61,7 @@ class ComputeModes:
     async def apply(
         self, uuids: Iterable[str], in_use_by_others: frozenset[str], former: Iterable[str] = ()
     ) -> str:
-        """Set the mode of each GPU of the daemon, and reset the GPUs that have left it.
+        """Set the mode of each GPU of the daemon, and the default mode for those that have left it.
 
         Args:
             uuids: the GPUs of the daemon; they become exclusive.
@@ -70,22 +70,22 @@ class ComputeModes:
             former: further GPUs that get the default mode, in addition to those of earlier calls.
 
         Returns:
-            the reason why one of the former GPUs could not be reset, which is tried again at the
-            next call; empty when all are.
+            the reason why the mode of one of the former GPUs could not be set, which is tried again
+            at the next call; empty when all are set.
 
         Raises:
             MpsError: one of ``uuids`` cannot be set; all others are.
         """
         modes = {uuid: DEFAULT if uuid in in_use_by_others else EXCLUSIVE for uuid in uuids}
-        not_reset = await self._each(
-            self._reset(uuid)
+        not_set = await self._each(
+            self._set_default(uuid)
             for uuid in list(dict.fromkeys([*former, *self._set]))
             if uuid not in modes
         )
         if errors := await self._each(self._apply_one(uuid, mode) for uuid, mode in modes.items()):
             raise errors[0]
         # A former GPU may have fallen off the bus. That must not keep the others from being shared.
-        return str(not_reset[0]) if not_reset else ""
+        return str(not_set[0]) if not_set else ""
 
     async def release(self, uuids: Iterable[str]) -> None:
         """Set the default mode for all of ``uuids``, and for the GPUs of earlier calls. GPUs that
@@ -95,7 +95,7 @@ class ComputeModes:
             MpsError: a mode cannot be set; all others are.
         """
         if errors := await self._each(
-            self._reset(uuid) for uuid in dict.fromkeys([*uuids, *self._set])
+            self._set_default(uuid) for uuid in dict.fromkeys([*uuids, *self._set])
         ):
             raise errors[0]
 
@@ -118,7 +118,7 @@ class ComputeModes:
             await self._smi.run("-i", uuid, "-c", mode)
         self._set[uuid] = mode
 
-    async def _reset(self, uuid: str) -> None:
+    async def _set_default(self, uuid: str) -> None:
         async with self._owners.locks[uuid]:
             if self._owners.resources.get(uuid, self._resource) != self._resource:
                 self._set[uuid] = DEFAULT  # nothing to do: another daemon sets this GPU's mode now

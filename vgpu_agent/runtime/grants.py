@@ -86,7 +86,7 @@ class GrantDirectory:
         proc_root: str = "/proc",
         inline: Callable[[Sequence[str]], Awaitable[InlinedEdits]] | None = None,
         other_directories: Sequence[str] = (),
-        make_room: Callable[[], None] = lambda: None,
+        free_disk_space: Callable[[], None] = lambda: None,
         on_file_made: Callable[[str], None] = lambda _: None,
         old_directory: str = "",
         slots: Sequence[RegionSlots] = (),
@@ -103,7 +103,7 @@ class GrantDirectory:
                 raises HostFileError for a name without a spec.
             other_directories: directories of the agent, in which a killed agent may have left
                 unfinished files.
-            make_room: called in a thread when the disk is full, before one more attempt.
+            free_disk_space: called in a thread when the disk is full, before one more attempt.
             on_file_made: called in a thread for each host file that was made for a container.
             old_directory: the directory in which earlier versions made directories that containers
                 could change.
@@ -129,7 +129,7 @@ class GrantDirectory:
         self._failures: dict[str, ChangeFilter] = {}  # by event
         self._write_failures: dict[str, WriteFailure] = {}  # by directory
         self._other_directories = tuple(other_directories)
-        self._make_room = make_room
+        self._free_disk_space = free_disk_space
         self._on_file_made = on_file_made
         self._old_directory = old_directory
         self._slots = tuple(slots)
@@ -505,7 +505,7 @@ class GrantDirectory:
             except HostFileError as err:
                 if not isinstance(err.__cause__, OSError) or err.__cause__.errno != errno.ENOSPC:
                     raise
-                self._make_room()
+                self._free_disk_space()
                 host_files.make(self._placed(provision), self._mounts)
         for file in provision.files:
             self._on_file_made(file.path)

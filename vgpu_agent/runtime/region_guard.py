@@ -47,7 +47,7 @@ _PAUSE_SECONDS = 0.001  # between two looks at files that are being written, how
 _MAX_FILES = 4096
 _MAX_FILES_EACH = 32  # of one container, in one of its directories
 _DEADLINE_SECONDS = 30.0
-_ROOM_SECONDS = 0.5  # the longest that `make_room` waits
+_ROOM_SECONDS = 0.5  # the longest that `free_disk_space` waits
 _REST_SECONDS = 10.0  # after a region could not be cut to its size
 _BLOCK_BYTES = 512  # of st_blocks (stat(2))
 _SLACK_BYTES = 128 << 10  # what a file system adds to a file for itself
@@ -176,7 +176,7 @@ class RegionGuard:
                         ),
                     )
 
-    def make_room(self) -> None:
+    def free_disk_space(self) -> None:
         """Have the guard cut all that has grown, because the disk is full, and wait a moment for
         it. Call this in any thread but the event loop's.
         """

@@ -269,7 +269,7 @@ async def test_counts_are_told_for_schedulers_where_several_families_are_on(
         )
         one = resource("nvidia.com/gpu")
         await node.offer(one)
-        assert node.offering.sent_to_several_families == {}
+        assert node.offering.counts_sent_while_shared == {}
         await node.offer(
             one,
             *(
@@ -288,9 +288,9 @@ async def test_counts_are_told_for_schedulers_where_several_families_are_on(
             SentCounts(listed=4, healthy=3, offered=2),
             SentCounts(listed=4, healthy=3, offered=3),
         )
-        assert node.offering.sent_to_several_families == {
+        assert node.offering.counts_sent_while_shared == {
             "nvidia.com/gpu": fewer,
             "k8s.amazonaws.com/vgpu": all_of_them,
         }
         node.offering.plugins[0].status.not_listed = "kubelet does not list the agent's ids"
-        assert node.offering.sent_to_several_families.keys() == {"k8s.amazonaws.com/vgpu"}
+        assert node.offering.counts_sent_while_shared.keys() == {"k8s.amazonaws.com/vgpu"}

@@ -246,7 +246,7 @@ class MixedAgent:
             self._counts,
             self._lists,
             self.ledger.withdrawn,
-            self.ledger.counts_written,
+            self.ledger.note_written_counts,
             journal,
         )
 

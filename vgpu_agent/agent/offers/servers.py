@@ -96,9 +96,9 @@ class Offering:
         return tuple(self._plugins[name].status for name in sorted(self._plugins))
 
     @property
-    def sent_to_several_families(self) -> dict[str, SentCounts]:
-        """Resource → what the kubelet was last sent over a stream that is open; nothing where one
-        family has all GPUs for itself.
+    def counts_sent_while_shared(self) -> dict[str, SentCounts]:
+        """Resource → the counts of ids that the kubelet was last sent over a stream that is open;
+        nothing where one family has all GPUs for itself.
         """
         if len({plugin.resource.family for plugin in self._plugins.values()}) < 2:
             return {}

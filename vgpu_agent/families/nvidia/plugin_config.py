@@ -178,7 +178,7 @@ class _Translator:
     def _translate_value(self, path: str, node: yaml.Node) -> None:
         key = schema.value_paths()[_OUR_KEYS[path]]
         if node.value is None:
-            if not key.required:  # null means no value, as in JSON
+            if not key.can_be_omitted_with:  # null means no value, as in JSON
                 return
             node = yaml.Node([], node.line)
         if key.items is not None:

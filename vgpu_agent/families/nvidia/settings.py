@@ -214,7 +214,7 @@ class TimeSlicing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     resources: Annotated[
         tuple[SharedResource, ...],
         Meta(
-            extra={"required": "timeSlicing", "repeated": shared_twice},
+            extra={"can_be_omitted_with": "timeSlicing", "repeated": shared_twice},
             description=(
                 "What is shared. Required, and not empty, when `timeSlicing` is there at all."
             ),
@@ -248,7 +248,7 @@ class MpsSharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     resources: Annotated[
         tuple[SharedResource, ...],
         Meta(
-            extra={"required": "mps", "repeated": shared_twice},
+            extra={"can_be_omitted_with": "mps", "repeated": shared_twice},
             description="What is shared. Required, and not empty, when `mps` is there at all.",
         ),
     ] = ()

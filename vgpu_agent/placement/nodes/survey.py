@@ -76,7 +76,8 @@ class Change(msgspec.Struct, frozen=True):
 
     Attributes:
         field: of the demand that changes: ``memory_units``, ``cores_percent``, ``number``,
-            ``topology_mode``, ``memory_policy``, ``types`` or ``uuids``.
+            ``topology_mode``, ``memory_policy`` (Nodes with or without oversold memory), ``types``
+            or ``uuids``.
         value: for an amount, the largest with which it fits; otherwise the new value, empty for
             none.
         nodes: the number of Nodes on which it would fit.
@@ -137,7 +138,7 @@ def copies(
         view = group.views[0]
         if not group.fits or view.state is None:
             continue
-        unwanted = view.unwanted(demand)
+        unwanted = view.unwanted(demand)  # the cards that the demand excludes
         if one_by_one is not None:
             count += len(group.views) * (yield from one_by_one.count(view.state, unwanted))
         else:
@@ -166,7 +167,7 @@ class _CardByCard:
         self._pods: dict[tuple[int, Amounts], int] = {}
 
     def count(self, state: State, unwanted: Collection[int]) -> Generator[None, None, int]:
-        """Count them on the cards of a Node."""
+        """Count them on the cards of a Node; ``unwanted`` are those that the demand excludes."""
         count = 0
         for number, (alone, kind) in enumerate(self._alone(state.hardware)):
             if number in unwanted:
@@ -226,7 +227,9 @@ def emptied(views: Sequence[NodeView]) -> list[NodeView]:
         hardware = view.state.hardware
         if (state := states.get(id(hardware))) is None:
             state = states[id(hardware)] = State(hardware, (NOTHING,) * len(hardware.cards))
-        found.append(NodeView(view.name, None, state, view.uuids, {}))
+        found.append(
+            NodeView(name=view.name, unfit=None, state=state, uuids=view.uuids, holdings={})
+        )
     return found
 
 
