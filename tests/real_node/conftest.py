@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).resolve().parent
 _INSIST = "REQUIRE_CLUSTER"
 _TIMEOUT_SECONDS = 300
+_LONGEST = ("test_mixed_day", "test_handover")
 _SESSION_RIGS = ("rig", "numa_rig", "volcano_rig", "extender_rig")
 _unavailable = pytest.StashKey[str]()
 _started = pytest.StashKey[list[Rig]]()
@@ -32,8 +33,10 @@ _started = pytest.StashKey[list[Rig]]()
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything below this folder is a cluster test, and may take its time. The tests of a file
-    share rigs, so where several processes run tests, one of them runs the whole file.
+    share rigs, so where several processes run tests, one of them runs the whole file. The longest
+    files come first, so that no process is left with one at the end.
     """
+    items.sort(key=lambda item: item.path.stem not in _LONGEST)
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("cluster")

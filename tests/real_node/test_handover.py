@@ -23,7 +23,7 @@ from tests.real_node.volcano_node import (
     wait_running,
 )
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(300)
 
 NUMBER = VGPU + "number"
 ALL = {GPU: 2, NUMBER: 20}

@@ -17,13 +17,17 @@ from tests.real_node.mixed.day import mixed_agent, node_options, play
 from tests.real_node.mixed.jobs import AWS, FAMILIES, NVIDIA, VGPU_FAMILY, draw
 from tests.real_node.rig import Options, Rig
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(1800)
 
 _PODS = int(os.environ.get("MIXED_DAY_PODS", "36"))
 DAYS = {
     "all-families": ("none", FAMILIES, NVIDIA, 1),
     "single-numa-node": ("single-numa-node", (NVIDIA, AWS, VGPU_FAMILY), VGPU_FAMILY, 2),
 }
+# Each day has a rig of its own, so two processes may play them.
+each_day = pytest.mark.parametrize(
+    "day", [pytest.param(day, marks=pytest.mark.xdist_group(f"mixed day {day}")) for day in DAYS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,7 @@ def _played(day: str, played: dict[str, Report], start_rig: Callable[[Options], 
     return report
 
 
-@pytest.mark.parametrize("day", DAYS)
+@each_day
 def test_no_container_of_a_mixed_day_has_a_wrong_share(
     day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]
 ) -> None:
@@ -59,7 +63,7 @@ def test_no_container_of_a_mixed_day_has_a_wrong_share(
     assert set(report.by_family) == set(DAYS[day][1])
 
 
-@pytest.mark.parametrize("day", DAYS)
+@each_day
 def test_no_pod_of_a_mixed_day_waits_in_vain(
     day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]
 ) -> None:
