@@ -238,8 +238,8 @@ def test_ids_of_another_plugin_in_nvidias_domain_are_none_of_ours() -> None:
 
 
 def test_ids_of_vgpu_manager_are_no_replicas() -> None:
-    """Where its plugin runs beside the agent,
-    its `<UUID>::<n>` under a name in NVIDIA's domain would be booked as one.
+    """vgpu-manager's plugin may run beside the agent. Its ids `<UUID>::<n>` under a name in
+    NVIDIA's domain must not be booked as replicas.
     """
     allocator, ledger, _ = make(shared_by(4))
     records = KubeletRecords(

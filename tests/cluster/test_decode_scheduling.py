@@ -1,4 +1,4 @@
-"""What a scheduler reads of pods and of PodDisruptionBudgets."""
+"""The facts that a scheduler reads from pods and PodDisruptionBudgets."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def place(stage: VolcanoStage, name: str, gpu: str) -> None:
 
 
 def files(directory: Path) -> dict[str, str]:
-    """What is in a container's directory."""
+    """The files in a container's directory, name → text."""
     return {path.name: path.read_text() for path in directory.iterdir()}
 
 

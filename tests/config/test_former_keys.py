@@ -95,7 +95,7 @@ def test_a_key_that_never_was_is_an_error_in_a_former_section(problems_of: Probl
 
 
 def test_a_former_section_without_keys_is_nothing(load_text: Load) -> None:
-    """As it remains of a copied example in which every key is a comment."""
+    """A copied example has such a section if every key in it is a comment."""
     assert load_text("version: v1\ntasks:\n").warnings == ()
 
 

@@ -38,7 +38,9 @@ def test_each_switch_of_the_settings_is_that_of_one_family() -> None:
 
 @every_family
 def test_a_family_that_is_off_offers_nothing(family: FamilySpec) -> None:
-    """What it has given away before may still be read."""
+    """Only `idle` may have parts of it, because containers may still hold ids from before it was
+    switched off.
+    """
     assert not family.is_on(with_only())
     built = family.build(with_only(), NodeFacts())
     assert (built.id_families, built.pod_families, built.problems, built.blocked) == (
@@ -63,7 +65,9 @@ def test_a_family_that_is_on_is_built_and_the_others_are_not(family: FamilySpec)
 
 
 def test_families_are_offered_in_the_order_of_the_registry() -> None:
-    """Of two in conflict the first is served, and that must not depend on the settings."""
+    """The first of two conflicting families is served, so the order must not depend on the
+    settings.
+    """
     families = build(with_only(*SWITCHES), Found()).families
     assert [each.name for each in families.all] == [each.name for each in FAMILIES]
 

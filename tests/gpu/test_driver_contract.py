@@ -1,5 +1,5 @@
-"""What the agent takes for granted of NVML, on the simulated library and, with ``--real-driver``
-(``scripts/test hardware``), on the cards of this machine.
+"""The behaviour of NVML that the agent relies on, tested on the simulated library and, with
+``--real-driver`` (``scripts/test hardware``), on the cards of this machine.
 
 The same tests for both: a difference between the simulation and a driver fails here. They change
 nothing on a card; one process computes for some seconds.

@@ -40,7 +40,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def limits() -> Limits:
-    """What clients of the server may cost it."""
+    """The limits of the server for its clients."""
     return LIMITS
 
 

@@ -1,5 +1,5 @@
-"""Who is at the other end of a unix socket: what the kernel says, and nothing that the other end
-sends.
+"""The process at the other end of a unix socket, as the kernel knows it. Nothing that the other end
+sends is used.
 """
 
 from __future__ import annotations

@@ -69,12 +69,12 @@ def test_the_layouts_add_up() -> None:
 
 
 def test_empty_tables_say_nothing() -> None:
-    """As a container finds them at its start."""
+    """A container finds empty tables at its start, so they are no error."""
     assert read_ledger(vmem()) == read_compute(sm_node()) == ()
 
 
 def test_rows_are_read_as_far_as_the_count_goes() -> None:
-    """What lies behind it are rows of processes that have ended."""
+    """Rows after the count belong to processes that have ended."""
     last = SLOTS + 15 * VMEM_SLOT
     rows = b"".join(VMEM_ROW.pack(pid, abs(pid) * 10) for pid in (7, 0, -1, 8, 9))
     table = vmem((last, rows), (last + VMEM_COUNT, struct.pack("<I", 4)))

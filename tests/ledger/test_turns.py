@@ -196,8 +196,8 @@ def test_a_look_that_is_late_takes_nothing_from_the_pause_after_a_turn(clock: Cl
 def test_the_next_turn_waits_until_schedulers_know_that_the_last_is_over(
     ledger: Ledger, clock: Clock
 ) -> None:
-    """Where the API server is slow, pods of the family before may still be bound to the GPU.
-    The next family's turn is as long as ever.
+    """Schedulers bind by the counts in the Node's status. Until these are written, pods of the
+    previous family may still be bound to the GPU. The wait does not shorten the next family's turn.
     """
     ledger.note_written_counts(ledger.withdrawn.value)
     served(ledger, VGPU, U0)

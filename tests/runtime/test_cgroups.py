@@ -1,5 +1,5 @@
-"""Which container a process belongs to: by what kubelet and runtimes name cgroups,
-and by nothing that a container can name itself (vgpu-manager §7.6).
+"""The container of a process, found by the names that kubelet and runtimes give to cgroups, and by
+nothing that a container can name itself (vgpu-manager §7.6).
 """
 
 from __future__ import annotations

@@ -299,8 +299,9 @@ async def test_a_kill_at_any_step_leaves_a_whole_grant_or_none(
 async def test_files_of_a_life_before_are_gone_when_the_container_starts_again(
     grants: GrantDirectory, grant: MakeGrant
 ) -> None:
-    """Whether the spec is new or the answer was complete in Allocate; what is to be there again is
-    made after that. A restoration removes nothing: the container may be running.
+    """Files of the previous run are removed when a new spec is written, and also when the answer
+    was complete in Allocate. Files that must be there again are made after that. A restoration
+    removes nothing, because the container may be running.
     """
     record, provision = grant()
     provision = msgspec.structs.replace(provision, removed=("pids", "region.cache"))

@@ -230,7 +230,9 @@ def test_the_library_finds_the_agent_s_samples(tmp_path: Path) -> None:
 
 
 def test_a_restart_restores_the_limits_of_the_start(provision: Provision, proc: HostProc) -> None:
-    """What was changed in a container's life ends with it, unless the claim was changed as well."""
+    """A limit that was changed while the container ran ends with it, unless the claim was changed
+    as well.
+    """
     config = f"{provision.collected}/config/vgpu.config"
     before = Path(config).read_bytes()
     change_limit(config, 3, same(7))

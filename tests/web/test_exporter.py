@@ -96,7 +96,7 @@ async def test_the_names_of_the_replaced_monitor_are_here_and_not_among_ours(
 
 
 async def test_probes_are_on_the_same_port(status: AgentStatus) -> None:
-    """As with device-monitor, whose manifest names it for both."""
+    """The manifest of device-monitor names one port for metrics and probes."""
     async with serving(status) as address:
         assert (await get(address, "/healthz"))[0] == 200
         assert (await get(address, "/readyz"))[0] == 200

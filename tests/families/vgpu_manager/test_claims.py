@@ -90,7 +90,7 @@ def test_the_largest_hostile_text_takes_no_time(text: str) -> None:
 
 
 def test_a_container_that_is_named_twice_has_no_claim() -> None:
-    """Which of the two counts would be a guess."""
+    """A choice between the two claims would be a guess."""
     with pytest.raises(ClaimsTextError, match="container 'default' is named twice"):
         by_container(parse_claims(f"{CLAIM};{CLAIM}"))
 

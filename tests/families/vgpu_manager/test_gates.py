@@ -57,8 +57,8 @@ def test_the_gates_of_the_chart_are_accepted() -> None:
 
 
 def test_the_last_word_about_a_gate_counts() -> None:
-    """As Go's flags: a patch at the end of the arguments beats what stands before, in whichever
-    spelling.
+    """Go's flags follow the same rule. A patch that appends arguments overrides earlier ones, in
+    either spelling.
     """
     assert on(read_gates(["CorePlugin=true", "GPUCoreResourcePlugin=false"])) == set()
     assert on(read_gates(["GPUCoreResourcePlugin=0", "CorePlugin=1"])) == {"offer_cores"}

@@ -111,7 +111,9 @@ def test_single_needs_instances_that_are_alike() -> None:
     "excluded", [{"excluded_uuids": frozenset({U0})}, {"excluded_indices": frozenset({0})}]
 )
 def test_instances_of_an_excluded_card_are_listed_as_unhealthy(excluded: dict[str, object]) -> None:
-    """As its slots would be: not hidden, and given to nobody."""
+    """Slots of an excluded card are treated in the same way. They are advertised, and no container
+    gets them.
+    """
     inventory = divided(SMALL)
     book = Ledger()
     book.observe(inventory)

@@ -132,8 +132,8 @@ def test_the_first_entry_that_matches_counts_alone() -> None:
 
 
 def test_json_may_have_comments() -> None:
-    """As the sample in the replaced chart has; lines stay what they are, and what looks like a
-    comment in a string is none.
+    """The sample in the replaced chart has comments. Errors still name the line in the file. Text
+    in a string that looks like a comment is kept.
     """
     text = """\
 // nodes with a broken card

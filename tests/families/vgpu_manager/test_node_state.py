@@ -327,7 +327,7 @@ def test_a_quota_whose_gate_is_off_leaves_the_node() -> None:
 
 
 def test_a_quota_that_is_too_long_to_offer_leaves_the_node_as_well() -> None:
-    """What the kubelet has of it is from before the memory was scaled."""
+    """The kubelet would keep the count from before the memory was scaled."""
     assert desired(cards(8), offer_cores=True, offer_memory=True).capacity == {MEMORY: None}
 
 

@@ -254,7 +254,9 @@ def test_a_flag_of_the_family_says_so_while_it_is_off() -> None:
 
 
 def mig(strategy: Any = "", *, domain: str = "nvidia.com", **others: Any) -> tuple[str, str]:
-    """How MIG instances are offered, and why not as requested."""
+    """The strategy for existing MIG instances, and the reason why it is not the requested one;
+    empty where it is.
+    """
     vgpu = VgpuManager(mig_strategy=strategy, domain=domain)
     on = switches(nvidia=others.get("beside") is not None, vgpu_manager=True)
     plugin = Plugin(mig_strategy=others.get("beside") or "none")

@@ -64,7 +64,7 @@ def cards(volcano: VolcanoScheduling, text: str = G1) -> NodeCards:
 
 
 def demand(volcano: VolcanoScheduling, wanted: Pod) -> PodDemand:
-    """What a pod asks for."""
+    """The demand of a pod that asks for cards."""
     found = volcano.read_demand(wanted)
     assert found is not None
     return found

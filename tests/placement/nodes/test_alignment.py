@@ -130,7 +130,7 @@ def test_what_the_cards_have_instead_of_nvlinks_is_told() -> None:
 
 
 def test_the_component_with_the_most_peers_comes_first() -> None:
-    """Of equally many the one with the lower numbers."""
+    """A tie goes to the component with the lower card numbers."""
     book = book_of(1)
     hold(book, "a", 0, 0, part=10)
     hold(book, "b", 0, 2, part=10)
@@ -144,7 +144,9 @@ def test_the_component_with_the_most_peers_comes_first() -> None:
 
 
 def test_elsewhere_the_component_of_the_same_place() -> None:
-    """Where no rails are known: the second component here for the second one there."""
+    """Without known rails, components of different Nodes are matched by position: the pod gets the
+    second one if its peer has the second one.
+    """
     book = book_of(2)
     hold(book, "peer", 0, 2, 3)
     pair = demand(container(number=2))
@@ -154,7 +156,7 @@ def test_elsewhere_the_component_of_the_same_place() -> None:
 
 
 def test_elsewhere_the_component_of_the_same_rails() -> None:
-    """As the operator names them, whatever their order on the Node is."""
+    """The rails are matched by their names, whatever the order of the cards on the Node."""
     rails = {0: ["a", "b", "c", "d"], 1: ["d", "c", "b", "a"]}
     book = book_of(2, rails)
     hold(book, "peer", 0, 2, 3)

@@ -36,7 +36,7 @@ def demand(*containers: PodContainer, **words: str) -> Demand:
 def placed(
     wanted: Demand, on: NodeCards | None = None, taken: dict[int, Amounts] | None = None
 ) -> Placement | Refusal:
-    """Where the pod goes on a Node of which ``taken`` is in use."""
+    """The placement of the pod on a Node of which ``taken`` is in use, or the refusal."""
     hardware = (on or cards()).hardware
     amounts = [(taken or {}).get(card, NOTHING) for card in range(len(hardware.cards))]
     return allocate(wanted, hardware, amounts)

@@ -83,7 +83,7 @@ def test_without_a_policy_the_first_node_that_fits_is_taken() -> None:
 
 @pytest.mark.parametrize(("policy", "expected"), [("binpack", "n1"), ("spread", "n0")])
 def test_policies_over_nodes(policy: str, expected: str) -> None:
-    """Of equal ones the name decides, whatever the order of the question is."""
+    """A tie goes to the first name in the alphabet, whatever the order in the request."""
     book = book_of(3)
     book.hold("a", held(1, (0, 10, 1024)))
     wanted = demand(container(cores=10, memory=1024), node_policy=policy)

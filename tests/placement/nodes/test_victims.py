@@ -1,4 +1,4 @@
-"""Which pods of a Node have to go for one of higher priority."""
+"""The victims on a Node: the pods to be preempted for one of higher priority."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def victim(
 
 
 def taken_by(hardware: Hardware, victims: Collection[Victim]) -> list[Amounts]:
-    """What pods take of each card."""
+    """The amounts that pods take of each card."""
     taken = [NOTHING] * len(hardware.cards)
     for each in victims:
         for card, amounts in each.footprint.items():

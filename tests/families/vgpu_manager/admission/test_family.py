@@ -85,7 +85,9 @@ def test_a_node_that_does_not_tell_has_no_size(texts: dict[str, str]) -> None:
 
 
 def test_sizes_are_joined_by_the_larger_one() -> None:
-    """Of each kind: the Node with most GPUs need not have the largest one."""
+    """Each amount is compared on its own, because the Node with the most GPUs need not have the
+    largest GPU.
+    """
     assert LargestNode(8, 10).joined(LargestNode(2, 80)) == LargestNode(8, 80)
     stated = LargestNode(8, is_limit=True)
     assert LargestNode(2, 80).joined(stated) == LargestNode(8, 80, is_limit=True)
