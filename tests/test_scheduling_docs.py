@@ -51,7 +51,7 @@ def actions() -> dict[str, argparse.Action]:
 def test_each_flag_has_a_row_and_those_without_effect_are_told_apart(
     actions: dict[str, argparse.Action],
 ) -> None:
-    """What the page leaves out, an admin has to guess."""
+    """An admin has to guess the effect of a flag that the page leaves out."""
     effective, _, without = _section(PAGE, "## Flags").partition("Accepted without effect")
     rows = "\n".join(line.split("|")[1] for line in effective.splitlines() if line.startswith("|"))
     idle = {name for name, each in actions.items() if "without effect" in (each.help or "")}

@@ -109,7 +109,7 @@ def test_every_flag_of_the_replaced_extender_is_accepted(flag: str) -> None:
 
 
 def test_all_flags_at_once_are_accepted() -> None:
-    """As a chart writes them."""
+    """A chart passes all flags in one call, in the form ``--flag=value``."""
     given = {**FLAGS, "--enable-tls": "true", "--leader-elect": "true"}
     found = options(*(f"{flag}={value}" for flag, value in given.items()))
     assert (found.certificate_file, found.key_file) == ("tls.crt", "tls.key")
@@ -165,8 +165,8 @@ def test_switches_take_what_go_takes(switch: str) -> None:
 
 
 def test_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the extenders has a holder of its own for each life of a process; that of
-    kube-scheduler is looked for under the pod's name.
+    """The Lease of the extenders gets another holder name each time a process starts. The holder of
+    kube-scheduler's Lease is recognised by the pod's name.
     """
     monkeypatch.setenv("POD_NAME", "extender-abc")
     monkeypatch.setenv("POD_NAMESPACE", "gpu")

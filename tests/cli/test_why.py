@@ -224,7 +224,7 @@ async def test_a_certificate_is_checked(certificate: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("address", ["ftp://x", "http://", "http://x:port", "http://[::1", "x:0"])
 def test_an_address_that_makes_no_sense_is_refused(address: str) -> None:
-    """As a wrong call, with what was wrong."""
+    """The error names the flag and says what to write instead."""
     parsed = arguments("ml/train-0", "--scheduler", address)
     with pytest.raises(ConfigError, match=r"^--scheduler: .* is no address; write http://HOST"):
         parsed.run(parsed)

@@ -254,7 +254,7 @@ async def test_a_strict_member_may_fit_on_a_node_that_was_not_named(
 
 
 async def test_a_dry_run_asks_the_peers_too() -> None:
-    """What a member was promised does not stand in its own way."""
+    """The cards that were promised to a member count as free for that member itself."""
     cluster = Cluster(QUADS, QUADS)
     peer, strict = a_member("a", 0), a_member("a", 1, "link-strict")
     cluster.runs(peer)
@@ -283,7 +283,7 @@ async def test_groups_of_other_namespaces_are_strangers() -> None:
 
 
 async def test_pods_of_a_controller_belong_together() -> None:
-    """Where there is no gang (vgpu-manager §5.7)."""
+    """Pods without a gang are grouped by their controller (vgpu-manager §5.7)."""
     cluster = Cluster(QUADS, QUADS)
     pods = []
     for place in range(2):

@@ -405,7 +405,9 @@ def test_any_node_is_fit_or_unfit_and_harms_no_other(
 @EXAMPLES
 @hypothesis.given(pod=pods, text=st.one_of(words, st.text(max_size=200)), node=st.booleans())
 def test_any_pod_of_the_watch_is_taken(pod: dict[str, Any], text: str, node: bool) -> None:
-    """What it claims is counted, or told as nonsense; its end leaves nothing behind."""
+    """The claims of a pod are counted or recorded as unreadable. Nothing about it is kept after its
+    end.
+    """
 
     async def see() -> None:
         cluster = StrictCluster()

@@ -1,4 +1,4 @@
-"""Whether a pod's labels come with its Binding, or need a patch."""
+"""The labels of a pod: written by its Binding, or by a patch."""
 
 from __future__ import annotations
 

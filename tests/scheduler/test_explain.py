@@ -1,4 +1,4 @@
-"""Why a pod does not start, or where it is."""
+"""The explanation of one pod: why it does not start, or where it is."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_pod_that_must_be_near_its_group_is_told_so() -> None:
 
 
 async def test_a_pod_without_room_is_given_figures_holders_and_changes() -> None:
-    """What an operator does next: wait for a pod that is named, or make the request smaller."""
+    """An operator can wait for a pod that is named, or make the request smaller."""
     cluster = Cluster()
     bound(cluster, "a", claim(0, 0, 10, 12288))
     bound(cluster, "b", claim(0, 1, 10, 16384))
@@ -460,7 +460,7 @@ async def test_a_pod_for_which_cards_are_kept() -> None:
 
 
 async def test_a_pod_that_is_bound() -> None:
-    """What it holds; the Node's agent knows the rest."""
+    """The explanation names the pod's cards. It refers to the Node's agent for the rest."""
     cluster = Cluster(2)
     pod = bound(cluster, "train", claim(1, 1, 10, 1024), "n1")
     found = explained(cluster, pod)
@@ -548,7 +548,7 @@ async def test_a_pod_of_a_scheduler_that_does_not_ask() -> None:
 
 
 async def test_gates_and_the_report_of_kube_scheduler_are_shown() -> None:
-    """What the extender does not decide."""
+    """Both can keep a pod waiting although the extender was never asked about it."""
     waiting = Waiting(
         ("queue/admission",), "SchedulingGated", "Scheduling is blocked\ndue to gates"
     )

@@ -1,4 +1,4 @@
-"""What the extender knows of pods beside their cards."""
+"""Facts about pods beside the cards that they hold."""
 
 from __future__ import annotations
 

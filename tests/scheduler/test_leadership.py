@@ -1,4 +1,4 @@
-"""Which of several extenders leads, in virtual time, against Leases in memory."""
+"""Leader election among several extenders, in virtual time, against Leases in memory."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Candidate:
 
     @property
     def leads(self) -> bool:
-        """Whether it may answer; a dead one never does."""
+        """Tell whether it may answer; a candidate that has ended never may."""
         return self._task is not None and self.leadership.leads
 
     def start(self) -> Candidate:
@@ -190,7 +190,7 @@ def leases() -> Leases:
 
 
 async def watched(*candidates: Candidate, seconds: float) -> AsyncIterator[list[Candidate]]:
-    """Who leads, looked at often, for some time; never more than one."""
+    """Yield the leading candidates every `LOOK_SECONDS` for ``seconds``; fail for more than one."""
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
     while loop.time() < until:
@@ -344,7 +344,7 @@ async def test_a_leader_in_its_next_life_waits_like_any_other(leases: Leases) ->
 
 
 async def test_a_new_leader_waits_for_its_watches(leases: Leases) -> None:
-    """What the last one has bound must be in its book before it answers."""
+    """All binds of the previous leader must be in its book before it answers."""
     one = Candidate("one", leases).start()
     await until_leads(one)
     await one.end()

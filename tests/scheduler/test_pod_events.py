@@ -1,4 +1,4 @@
-"""What `kubectl describe pod` shows of the extender."""
+"""The extender's events on pods, which `kubectl describe pod` shows."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ async def test_a_port_for_probes_that_is_taken_is_named(monkeypatch: pytest.Monk
     ("flags", "port"), [([], None), (["--probe-bind-port", "3457"], 3457)], ids=["none", "one"]
 )
 def test_the_port_for_probes_is_off_unless_it_is_named(flags: list[str], port: int | None) -> None:
-    """As it is with the replaced one, which has no such port."""
+    """The replaced extender has no such port, so a switch to this one opens none unasked."""
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     assert command._options(parser.parse_args(["scheduler", *flags]), {}).probe_port == port

@@ -1,5 +1,5 @@
-"""What happens between filter, bind and the watch: retries, late events, cards that change, and the
-loss of the lead. An independent sum over the API server's pods finds every card given twice.
+"""Races between filter, bind and the watch: retries, late events, cards that change, and the loss
+of the lead. An independent sum over the API server's pods finds every card given twice.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ async def test_a_bound_pod_that_the_watch_never_shows_keeps_its_cards_until_it_i
 @pytest.mark.looptime
 @pytest.mark.parametrize("end", ["bound to another Node", "ended"])
 async def test_a_promise_that_the_api_server_contradicts_ends(end: str) -> None:
-    """What the pod has elsewhere, the watch shows."""
+    """Cards that the pod holds elsewhere are counted when the watch shows them."""
     cluster = StrictCluster()
     pod = cluster.create("a", **WHOLE)
     cluster.filter(pod, "n0")

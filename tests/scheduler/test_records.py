@@ -1,4 +1,4 @@
-"""What the extender remembers of single pods, for people."""
+"""Records of single pods for ``/explain``."""
 
 from __future__ import annotations
 

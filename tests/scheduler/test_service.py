@@ -60,7 +60,7 @@ class Extender:
         return str(json.loads(answer)["Error"])
 
     async def situation(self, name: str) -> tuple[str, int]:
-        """What ``/explain`` says about a pod: its situation, and how many such pods fit."""
+        """The situation of a pod as ``/explain`` gives it, and the number of such pods that fit."""
         url = f"http://{self.address}/explain?pod=default/{name}"
         async with self._http.get(url) as answer:
             found = json.loads(await answer.read())

@@ -243,7 +243,7 @@ def test_nothing_in_a_pod_raises(found: Any) -> None:
     ),
 )
 def test_no_text_and_no_amount_raises(texts: dict[str, str], limits: dict[str, Any]) -> None:
-    """Of those that families read."""
+    """Tenants choose the text of annotations and the amounts that families read."""
     annotations = {f"nvidia.com/{key}": text for key, text in texts.items()}
     for answer in answers(review(pod(container(**limits), annotations=annotations))):
         response(answer)

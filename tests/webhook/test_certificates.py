@@ -186,7 +186,7 @@ def test_a_strange_authority_cannot_sign() -> None:
 
 
 def test_what_cannot_be_made_is_one_error() -> None:
-    """Of ours, without the key."""
+    """Callers catch `CertificateError` alone, whatever is wrong with the names or the texts."""
     with pytest.raises(CertificateError, match="no certificate can be made"):
         certificates.make(("später.svc",), NOW)
     with pytest.raises(CertificateError, match="no certificate can be made"):

@@ -184,7 +184,7 @@ def test_a_topology_mode_is_for_several_gpus() -> None:
 
 
 def test_an_annotation_without_letters_is_none() -> None:
-    """As schedulers read it."""
+    """Schedulers read a policy of white space as a missing one, so the pod gets the default."""
     found = mutated(pod(container(number="1", cores="5"), annotations={NODE_POLICY: " "}))
     assert found["metadata"]["annotations"][NODE_POLICY] == "binpack"
 
@@ -244,7 +244,7 @@ def test_a_pod_that_names_its_node_goes_there_through_a_scheduler(
 
 @pytest.mark.parametrize("selector", [None, {"zone": "a"}])
 def test_a_pod_goes_to_the_label_where_the_operator_wants_it(selector: Any) -> None:
-    """As vgpu-manager's webhook has it."""
+    """vgpu-manager's webhook selects the Node by this label, and operators may rely on it."""
     spec = {"nodeName": "n1"} | ({} if selector is None else {"nodeSelector": selector})
     found = mutated(pod(container(number="1", cores="5"), spec=spec), pinned=Pinned.HOSTNAME)
     assert "nodeName" not in found["spec"]
@@ -290,7 +290,7 @@ def test_what_is_no_pod_passes(request_: dict[str, Any]) -> None:
 
 
 def test_a_pod_without_a_name_and_without_annotations_gets_them() -> None:
-    """As controllers create pods."""
+    """Controllers create such pods, with ``generateName``."""
     given = pod(container(number="1"), name=None, generateName="train-")
     found = mutated(given)
     assert found["metadata"]["annotations"] == {NODE_POLICY: "binpack", DEVICE_POLICY: "spread"}

@@ -53,7 +53,7 @@ class World:
 
     @property
     def secret(self) -> dict[str, bytes]:
-        """What the Secret has."""
+        """The decoded data of the Secret, key → bytes."""
         data = self.server.objects.get("secrets", "hook-tls", "ns")["data"]
         return {key: base64.b64decode(text) for key, text in data.items()}
 
@@ -63,7 +63,7 @@ class World:
         self.server.objects.patch("secrets", "hook-tls", {"data": texts}, "ns")
 
     def bundles(self, kind: str = KINDS[0]) -> list[bytes]:
-        """What the API server trusts, by webhook."""
+        """The CA bundles that the API server trusts, one for each webhook."""
         found = self.server.objects.get(kind, "hook")["webhooks"]
         return [base64.b64decode(each["clientConfig"].get("caBundle", "")) for each in found]
 
@@ -278,7 +278,7 @@ async def test_a_replica_without_the_former_authority_makes_a_new_one(world: Wor
 
 
 async def test_a_bundle_that_somebody_took_away_is_written_again(world: World) -> None:
-    """As ``kubectl replace`` does."""
+    """The API server does not trust the webhook after ``kubectl replace`` removed the bundle."""
     replica = world.replica()
     await replica.round()
     world.server.objects.patch(KINDS[1], "hook", {"webhooks": [webhook("pods.hook")]})

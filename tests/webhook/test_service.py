@@ -102,7 +102,7 @@ def own(**options: Any) -> Options:
 
 
 def bundle(server: ApiServer) -> bytes:
-    """What the API server trusts."""
+    """The CA bundle that the API server trusts."""
     (found,) = server.objects.get(KINDS[0], "hook")["webhooks"]
     return base64.b64decode(found["clientConfig"]["caBundle"])
 

@@ -249,7 +249,9 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 @pytest.mark.parametrize("where", ["annotations", "labels"])
 @pytest.mark.parametrize("label", [{}, {"vgpu-manager.io/ignore-webhook": "true"}])
 def test_state_that_was_not_taken_off_is_refused(where: str, label: dict[str, str]) -> None:
-    """Where the call that takes it off has failed and was ignored; vgpu-manager:D16."""
+    """The call that removes such state may fail, and the API server ignores the failure. This call
+    must then refuse what is left (vgpu-manager:D16).
+    """
     metadata = {"labels": label, "annotations": {}}
     metadata[where] = {**metadata[where], "nvidia.com/pre-allocated": "x"}
     found = denial(pod(container(), **metadata))
@@ -303,7 +305,7 @@ def test_what_is_asked_for_in_vain_is_a_warning(given: Any, warning: str) -> Non
 
 
 def test_a_pod_that_will_get_its_name_is_named_by_its_beginning() -> None:
-    """As controllers create pods."""
+    """Controllers create pods with ``generateName``, so a review may have no name."""
     given = pod(container(number="17"), name=None, generateName="train-")
     assert denial(given).startswith("pod default/train-, container main: ")
 
