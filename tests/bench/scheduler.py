@@ -107,8 +107,8 @@ class _Cluster:
         return judge(self.rig.api.get("/api/v1/nodes")["items"], self.rig.pods())
 
     def requests(self) -> int:
-        """How many requests for single pods the API server has answered, but for those that
-        create pods.
+        """Return the number of requests for single pods that the API server has answered, without
+        those that create pods.
         """
         found = _REQUEST.finditer(self.rig.api.text("/metrics"))
         return round(

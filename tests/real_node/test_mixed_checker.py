@@ -304,8 +304,8 @@ def test_memory_of_gpu_share_is_read_in_mib(tmp_path: Path) -> None:
 
 
 def test_a_handover_counts_from_the_end_that_the_api_server_shows(tmp_path: Path) -> None:
-    """Of a deleted pod pod-resources forgets the ids two seconds before anybody is told that the
-    pod has ended. These are the kubelet's seconds, not the agent's.
+    """For a deleted pod, pod-resources drops the ids two seconds before the API server shows the
+    end of the pod. These two seconds are the kubelet's, not the agent's.
     """
     folder = _Folder(tmp_path, [_job("n", NVIDIA)])
     folder.start("n", 1.0)
@@ -389,7 +389,9 @@ def test_an_offer_before_kubelet_has_let_go_is_found(tmp_path: Path) -> None:
 def test_a_failed_pod_is_excused_only_in_the_instant_in_which_another_family_got_a_gpu(
     tmp_path: Path, family: str, seconds_later: float, is_first: bool, raced: bool
 ) -> None:
-    """That race of two schedulers is known. Any other lost pod is the agent's fault."""
+    """A race of two schedulers for a free GPU is a known limitation. Any other lost pod is the
+    agent's fault.
+    """
     folder = _Folder(tmp_path, [_job("n", NVIDIA), _job("before", NVIDIA), _job("f", family)])
     if not is_first:
         folder.start("before", 9.0)

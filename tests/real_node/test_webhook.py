@@ -138,7 +138,7 @@ def test_a_pod_is_completed_and_brings_no_state(hooked: Hooked) -> None:
 
 
 def _reviews(hooked: Hooked) -> int:
-    """How many reviews the webhook has answered."""
+    """The number of reviews that the webhook has answered."""
     code = (
         "import ssl, sys, urllib.request as r; c = ssl._create_unverified_context(); "
         "sys.stdout.write(r.urlopen(sys.argv[1], context=c).read().decode())"
@@ -181,7 +181,7 @@ def test_a_number_of_zero_becomes_one_in_both_places(hooked: Hooked) -> None:
 
 
 def test_a_pod_that_can_never_run_is_refused_with_the_sentence(hooked: Hooked) -> None:
-    """As kubectl prints it."""
+    """The user reads the sentence, because kubectl prints the API server's message."""
     with pytest.raises(ApiError) as caught:
         hooked.create("wrong", limits={NUMBER: "1", CORES: "101"})
     assert caught.value.status == 403
@@ -254,7 +254,9 @@ def test_the_bundle_outlives_that_the_component_is_applied_again(hooked: Hooked)
 
 
 def test_the_deployment_becomes_ready(hooked: Hooked) -> None:
-    """As a user without rights on the node, with the certificate that another replica has made."""
+    """The pods run as a user without rights on the node, with the certificate that another replica
+    has made.
+    """
     command = [str(PROJECT / "scripts" / "image"), "--commit", "test"]
     archive = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     hooked.rig.import_image(Path(archive))

@@ -57,7 +57,14 @@ class Claim:
 
 @dataclasses.dataclass
 class _Asked:
-    """What a container asks of each of its cards; memory None is all of it."""
+    """The request of a container for each of its cards.
+
+    Attributes:
+        kind: ``main``, ``init`` or ``sidecar``.
+        number: of cards.
+        cores: percent of the compute of each card.
+        memory: MiB of each card; None for all of it.
+    """
 
     kind: str
     number: int
@@ -67,7 +74,7 @@ class _Asked:
 
 @dataclasses.dataclass
 class Verdict:
-    """What was found.
+    """The result of `judge`.
 
     Attributes:
         problems: one sentence each; empty where all is well.

@@ -103,7 +103,7 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Of the process, on the host."""
+        """The process id on the host."""
         assert self._process is not None, f"{self.name} does not run"
         return self._process.pid
 
@@ -175,7 +175,7 @@ class Extender(Program):
         )
 
     def calls(self, verb: str) -> int:
-        """How often kube-scheduler has called a verb."""
+        """Return the number of kube-scheduler's calls of a verb, whatever their result."""
         return round(
             sum(
                 self.metric(f'vgpu_scheduler_verb_total{{result="{result}",verb="{verb}"')
@@ -336,7 +336,8 @@ def connection_to(rig: Rig, port: int) -> Iterator[http.client.HTTPConnection]:
 
 
 class Bound:
-    """When pods of the namespace ``default`` came to be bound; a context.
+    """A record of the times at which pods of the namespace ``default`` were bound; a context
+    manager.
 
     State: a thread with a watch, and name → the time (`time.monotonic`) at which it showed the pod.
     """
@@ -368,7 +369,7 @@ class Bound:
             time.sleep(0.05)
 
     def number(self, names: Iterable[str]) -> int:
-        """How many of these are bound."""
+        """Return how many of these pods are bound."""
         return sum(name in self.times for name in names)
 
     def wait(

@@ -74,7 +74,9 @@ class _Scheduler(KubeScheduler):
         self._deployed, self._pod = deployed, pod
 
     def configuration(self) -> dict[str, Any]:
-        """That of the ConfigMap; a second pod on this machine needs another port."""
+        """Return the ConfigMap's configuration with this pod's port. A second pod on this machine
+        needs another port.
+        """
         found: dict[str, Any] = json.loads(json.dumps(self._deployed.configuration))
         (extender,) = found["extenders"]
         assert f":{PORT}/" in extender["urlPrefix"]

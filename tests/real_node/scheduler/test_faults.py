@@ -1,5 +1,5 @@
-"""What dies or is away while pods are scheduled: no card is ever given out beyond its size, and the
-pods go on within seconds.
+"""Processes that end or do not answer while pods are scheduled. No card is ever given out beyond
+its size, and scheduling goes on within seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _ROLE = "vgpu-manager.io/scheduler-role"
 
 
 def _slower() -> float:
-    """How many times as long this machine takes now as the one for which the limits are."""
+    """Return the factor by which this machine is slower now than the one that the limits are for;
+    at least 1.
+    """
     return max(1.0, seconds_for_additions() / REFERENCE_SECONDS)
 
 
@@ -79,7 +81,7 @@ def test_an_extender_that_is_killed(plane: Rig) -> None:
 
 
 def test_the_leader_is_killed(plane: Rig) -> None:
-    """Of two replicas, the other one answers within five seconds, and the pods go on."""
+    """The other one of two replicas leads within five seconds, and scheduling goes on."""
     add_nodes(plane, range(_NODES))
     for replica in range(2):
         spec = {"containers": [{"name": "main", "image": BUSYBOX}], "schedulerName": "nobody"}

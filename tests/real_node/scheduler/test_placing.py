@@ -120,8 +120,8 @@ def test_the_pod_of_the_contract(plane: Rig, extender: Extender) -> None:
 
 
 def test_three_hundred_pods_of_all_shapes(plane: Rig, extender: Extender) -> None:
-    """As many are bound as fit, beside pods that need all cards of a Node, and no card is given out
-    beyond its size.
+    """All small pods are bound beside pods that need all cards of a Node. A pod waits only if no
+    Node has room for it. No card is given out beyond its size.
     """
     add_nodes(plane, range(_NODES))
     whole = [pod(f"whole-{place}", [container("main", CARDS)]) for place in range(_WHOLE_NODES)]
@@ -169,6 +169,6 @@ def test_an_ill_card_gets_no_pod(plane: Rig, extender: Extender) -> None:
 
 
 def _why(rig: Rig, name: str) -> str:
-    """Why the pod is not scheduled, as its status says."""
+    """Return the message in the pod's status that says why it is not scheduled; empty for none."""
     conditions = rig.api.get(f"{PODS}/{name}")["status"].get("conditions") or [{}]
     return str(conditions[0].get("message", ""))
