@@ -22,11 +22,8 @@ pytestmark = pytest.mark.alone
 _NODES, _PODS = 100, 300
 _AWAY_SECONDS = 3.0
 PATIENCE_SECONDS = 90
-# Of the issue: the last pod after the extender is back, and the takeover by another one.
+# The last pod after the extender is back, and the takeover by another one.
 _LATER_SECONDS, _TAKEOVER_SECONDS = 5.0, 5.0
-_ROLE = "vgpu-manager.io/scheduler-role"
-
-
 _TRIES = 2
 _ROLE = "vgpu-manager.io/scheduler-role"
 
