@@ -96,9 +96,9 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
             None,
             None,
         )
-        assert cluster.nodes is not None
+        assert cluster.node_watch is not None
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await cluster.nodes.node.newer_than(cluster.nodes.node.version)
+            await cluster.node_watch.node.newer_than(cluster.node_watch.node.version)
         assert cluster.config_label == ""
         assert cluster.node_annotations == {"example.com/policy": "none"}
     assert server.writes == []
@@ -124,7 +124,7 @@ async def test_the_label_outlives_a_restart_during_an_outage(
     named = NamedConfiguration(load({}, {}).sources, quick, Journal())
     await asyncio.to_thread((tmp_path / "four").write_text, "version: v1\n")
     async with connected(quick, named=named) as cluster:
-        named.applied(await asyncio.to_thread(load_sources, await named.sources()))
+        named.note_in_force(await asyncio.to_thread(load_sources, await named.sources()))
         await cluster.remember()
     await server.down()
     began = time.monotonic()

@@ -46,7 +46,7 @@ async def published(parts: Wired) -> None:
     parts.cluster.start_writers(
         parts.allocator, parts.refusals, Notices(), Revision(), lambda _: ()
     )
-    await parts.cluster.written_once(PATIENCE_SECONDS)
+    await parts.cluster.until_node_written(PATIENCE_SECONDS)
 
 
 @pytest.fixture

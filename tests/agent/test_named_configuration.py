@@ -169,7 +169,7 @@ async def test_a_label_that_is_switched_is_followed(
     label(server, "four")
     _, named = await begun(tmp_path, server)
     heard = ["two", ""]
-    named.follow(lambda: heard[0])
+    named.read_label_by(lambda: heard[0])
     assert (await named.sources()).flags["--config-file"] == str(named_documents / "two")
     heard.pop(0)
     assert (await named.sources()).flags["--config-file"] == ""
@@ -181,7 +181,7 @@ async def test_a_label_that_names_nothing_changes_nothing_and_says_so_once(
     """The last good configuration stays until the label or the directory is put right."""
     label(server, "four")
     _, named = await begun(tmp_path, server)
-    named.follow(lambda: "typo")
+    named.read_label_by(lambda: "typo")
     for _ in range(2):
         assert (await named.sources()).flags["--config-file"] == str(named_documents / "four")
     assert named.problem.startswith(f'label {LABEL} of this node names the configuration "typo"')
@@ -204,14 +204,14 @@ async def test_what_is_in_force_is_what_could_be_applied(
     applied: list[Settings] = []
     label(server, "four")
     loaded, named = await begun(tmp_path, server)
-    reload = Reload(loaded, apply=apply, journal=named.journal, named=named)
-    named.follow(lambda: "two")
+    reload = Reload(loaded, apply=apply, journal=named.journal, named_configuration=named)
+    named.read_label_by(lambda: "two")
     await reload.take(await asyncio.to_thread(load_sources, await named.sources()))
     assert len(applied) == 1
     assert named.in_force is not None
     assert (named.in_force.key, named.report["name"]) == ("two", "two")
     await reload.take(ConfigError(["available-configs/four:1: no"]))
-    named.follow(lambda: "typo")
+    named.read_label_by(lambda: "typo")
     await named.sources()
     assert named.in_force.key == "two"
     assert reload.problems[0] == "available-configs/four:1: no"
@@ -291,7 +291,7 @@ async def test_a_server_that_hangs_is_not_waited_for(
         f"label {LABEL} of this node has not been read: no answer from the API server in 0.3 s; "
         "until then it counts as not set"
     )
-    named.follow(lambda: "four")
+    named.read_label_by(lambda: "four")
     assert (await named.sources()).flags["--config-file"] == str(named_documents / "four")
     assert named.problem == ""
 

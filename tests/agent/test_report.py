@@ -82,7 +82,7 @@ class Parts:
             directory=DirectoryWatch(path, poll_seconds=5, journal=journal, status=self.kubelet),
             supervisor=supervisor,
             journal=journal,
-            patience_seconds=30,
+            error_after_seconds=30,
         )
         self.containers: Latest[tuple[ContainerUsage, ...]] = Latest(())
         self.cluster, self.refusals = ClusterAccess(settings, journal, supervisor), Refusals()
@@ -99,8 +99,8 @@ class Parts:
         self.regions = RegionGuard([], journal, pause_seconds=1)
         self.report = Report(
             ledger=self.ledger,
-            watch=self.watch,
-            kubelet=self.kubelet,
+            gpu_watch=self.watch,
+            kubelet_status=self.kubelet,
             allocator=self.allocator,
             families=self.families,
             offering=self.offering,
@@ -112,21 +112,21 @@ class Parts:
             verification=Verification(
                 allocator=self.allocator,
                 ledger=self.ledger,
-                settings=settings.kubelet,
-                kubelet=self.kubelet,
+                kubelet_settings=settings.kubelet,
+                kubelet_status=self.kubelet,
                 pod_resources=PodResources(
                     settings.kubelet.pod_resources_socket, timeout_seconds=1
                 ),
                 pod_cache=PodCache(),
                 journal=journal,
                 servers=tuple,
-                kubelet_age=lambda: 0.0,
+                kubelet_age_seconds=lambda: 0.0,
             ),
             reload=Reload(loaded, apply=self._apply, journal=journal),
             supervisor=supervisor,
             journal=journal,
             lag=LoopLag(),
-            containers=self.containers,
+            container_usage=self.containers,
         )
         self.report.starting = ""
         self.watch.status.state = NvmlState.ANSWERING
@@ -492,8 +492,8 @@ async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
     """
     async with parts(tmp_path) as node:
         cluster, journal = node.cluster, Journal()
-        cluster.pods = PodWatch(Source(), "node-a", cluster.pod_cache, journal=journal)
-        cluster.nodes = NodeWatch(Source(), "node-a", journal=journal)
+        cluster.pod_watch = PodWatch(Source(), "node-a", cluster.pod_cache, journal=journal)
+        cluster.node_watch = NodeWatch(Source(), "node-a", journal=journal)
         cluster.config_maps["device-config.yaml"] = _config_map()
         cluster.config_maps["device-config.yaml"].statuses["kube-system"].lists = 1
         cluster.remembered = Remembered(
@@ -502,7 +502,7 @@ async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
             "containerd://2.0.1",
             {"device-config.yaml": ("version: v1",), "config.json": ()},
         )
-        cluster.pods.status.failing_since = 17.0
+        cluster.pod_watch.status.failing_since = 17.0
         found = node.report.status().cluster
     assert [(watch.name, watch.failing_since, watch.essential) for watch in found.watches] == [
         ("pods of this node", 17.0, True),

@@ -91,7 +91,7 @@ class Wired:
                 node=NODE,
                 pods=self.cluster.pod_cache,
                 read_records=self._nothing,
-                fetch=self.cluster.fetch,
+                fetch_pod=self.cluster.fetch_pod,
                 carrier=self.directory,
                 refusals=self.refusals,
                 settings=settings.binding,
@@ -109,7 +109,7 @@ class Wired:
             ),
             supervisor=supervisor,
             journal=self.journal,
-            patience_seconds=30,
+            error_after_seconds=30,
         )
         self.families = FamiliesInForce(
             settings,

@@ -195,7 +195,7 @@ class Place:
                 node=NODE,
                 pods=self.book,
                 read_records=self.read_evidence,
-                fetch=self.fetch,
+                fetch_pod=self.fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
                 settings=binding or Binding(),

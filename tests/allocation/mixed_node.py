@@ -113,7 +113,7 @@ class MixedNode:
                 node=NODE,
                 pods=self.book,
                 read_records=self._read_evidence,
-                fetch=self._fetch,
+                fetch_pod=self._fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
                 settings=Binding(),

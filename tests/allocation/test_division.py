@@ -58,7 +58,7 @@ class MigPlace(Place):
                 node=NODE,
                 pods=self.book,
                 read_records=self.read_evidence,
-                fetch=self.fetch,
+                fetch_pod=self.fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
                 settings=Binding(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.mode import choose_mode
 from vgpu_agent.nodes import Node
 
 
@@ -25,7 +25,7 @@ def test_auto_follows_the_node(
     kubelet: str, runtime: str, *, late: bool, by_annotation: bool, words: str
 ) -> None:
     """Versions decide, odd ones never raise, and the reason says what was seen."""
-    mode = choose("auto", Node("node-a", kubelet_version=kubelet, runtime_version=runtime))
+    mode = choose_mode("auto", Node("node-a", kubelet_version=kubelet, runtime_version=runtime))
     assert mode is not None
     assert (mode.late, mode.by_annotation) == (late, by_annotation)
     assert words in mode.reason
@@ -34,7 +34,7 @@ def test_auto_follows_the_node(
 def test_a_setting_needs_no_node() -> None:
     """An explicit setting wins. Only auto waits for the Node."""
     for setting in ("late", "early"):
-        mode = choose(setting, None)
+        mode = choose_mode(setting, None)
         assert mode is not None
         assert (mode.late, setting in mode.reason) == (setting == "late", True)
-    assert choose("auto", None) is None
+    assert choose_mode("auto", None) is None

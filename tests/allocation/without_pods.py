@@ -26,7 +26,7 @@ def without_pods(**facts: Any) -> Context:
         node=NODE,
         pods=PodCache(),
         read_records=_unreadable,
-        fetch=_no_answer,
+        fetch_pod=_no_answer,
         carrier=MemoryCarrier(),
         refusals=Refusals(),
         settings=Binding(),

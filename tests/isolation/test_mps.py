@@ -228,13 +228,13 @@ def test_more_replicas_than_clients_are_refused_with_the_number_that_fits() -> N
     """nvidia:G15: 49 replicas are one more than an MPS server takes.
     The reason says so instead of a retry every 30 seconds.
     """
-    reason = mps.why_not(_resource(49), golden_inventory())
+    reason = mps.why_not_by_mps(_resource(49), golden_inventory())
     assert (
         "49 replicas of GPU 0 (NVIDIA A100-SXM4-40GB, compute capability 8.0) are more than the 48 "
         "clients"
     ) in reason
-    assert not mps.why_not(_resource(48), golden_inventory())
-    assert "more than the 16 clients" in mps.why_not(
+    assert not mps.why_not_by_mps(_resource(48), golden_inventory())
+    assert "more than the 16 clients" in mps.why_not_by_mps(
         _resource(17), _with(golden_inventory(), compute_capability=(6, 1))
     )
 
@@ -244,6 +244,6 @@ def test_mig_devices_are_refused() -> None:
     slice_ = MigInstance("MIG-1", 0, 7, 0, "1g.5gb", 4864)
     sliced = _with(golden_inventory(), mig_enabled=True, mig_instances=(slice_,))
     for device in ("MIG-1", U0):
-        assert mps.why_not(_resource(devices=(device,)), sliced).startswith(
+        assert mps.why_not_by_mps(_resource(devices=(device,)), sliced).startswith(
             "sharing using MPS is not supported for MIG devices"
         )

@@ -38,12 +38,12 @@ def _daemon_of_the_host(node: Node, pipe: Path) -> None:
 async def test_a_daemon_that_answers_is_there(node: Node, pipe: Path) -> None:
     """The control binary is asked, so that a pipe which a dead daemon has left proves nothing."""
     host = HostDaemon(str(pipe))
-    assert await host.why_not() == f"the agent sees no directory {pipe}"
+    assert await host.why_missing() == f"the agent sees no directory {pipe}"
     await asyncio.to_thread(_daemon_of_the_host, node, pipe)
-    assert await host.why_not() == ""
+    assert await host.why_missing() == ""
     await asyncio.to_thread(end_daemon, pipe)
     await asyncio.to_thread((pipe / "control").touch)
-    assert await host.why_not() == f"there is no MPS control daemon at {pipe}"
+    assert await host.why_missing() == f"there is no MPS control daemon at {pipe}"
 
 
 async def test_without_a_control_binary_the_pipe_is_what_can_be_proven(
@@ -53,9 +53,9 @@ async def test_without_a_control_binary_the_pipe_is_what_can_be_proven(
     node.use_programs(control="/nowhere/nvidia-cuda-mps-control")
     host = HostDaemon(str(pipe))
     await asyncio.to_thread(pipe.mkdir, parents=True)
-    assert await host.why_not() == f"there is no control pipe in {pipe}"
+    assert await host.why_missing() == f"there is no control pipe in {pipe}"
     await asyncio.to_thread((pipe / "control").touch)
-    assert await host.why_not() == ""
+    assert await host.why_missing() == ""
 
 
 async def test_a_daemon_that_hangs_is_told_with_the_tools_words(
@@ -65,6 +65,6 @@ async def test_a_daemon_that_hangs_is_told_with_the_tools_words(
     await asyncio.to_thread(_daemon_of_the_host, node, pipe)
     node.tools.misbehave(get_default_active_thread_percentage="hang")
     monkeypatch.setattr(host_tools, "COMMAND_TIMEOUT_SECONDS", 0.3)
-    reason = await HostDaemon(str(pipe)).why_not()
+    reason = await HostDaemon(str(pipe)).why_missing()
     assert reason.startswith(f"the MPS control daemon at {pipe} does not answer: ")
     assert "has not ended after 0.3 s" in reason

@@ -106,7 +106,7 @@ class Stage:
         """The registry at work."""
         loops = [
             asyncio.ensure_future(self.registry.run()),
-            asyncio.ensure_future(self.registry.keep()),
+            asyncio.ensure_future(self.registry.keep_lists()),
         ]
         await eventually(lambda: any(one.done() for one in loops) or self.listening)
         try:

@@ -18,7 +18,7 @@ from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.context import Context, Families
-from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.mode import choose_mode
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.families.family import PodFamily
@@ -101,13 +101,13 @@ class RealAgent:
                 node=NODE,
                 pods=self._book,
                 read_records=world.read_records,
-                fetch=world.api.fetch,
+                fetch_pod=world.api.fetch,
                 carrier=world.files,
                 refusals=Refusals(clock),
                 settings=settings,
             )
         )
-        self.allocator.use_mode(choose(settings.mode, None))
+        self.allocator.use_mode(choose_mode(settings.mode, None))
         self._kubelet_restarted_at = -1e9
         self._registrations = 0
 

@@ -78,12 +78,14 @@ _NODE_TASK = "writes to this node"
 class ClusterAccess:
     """Client, watches and writers.
 
-    State: `pod_cache` and `changed` exist from the beginning, everything else from `connect` on.
+    State: `pod_cache` exists from the beginning, everything else from `connect` on.
     Remembered data replaces what the API server has not reported yet.
 
     Attributes:
         pod_cache: the pods of this node.
-        changed: advances when Node or ConfigMap have changed.
+        node_watch, pod_watch: the watches of our Node and of its pods; None before `connect`.
+        reschedule, rescue, gpu_evictions, failed_pods: the parts that evict or recreate pods; each
+            is a class of `cluster`, and None while it is off.
         connected: there are credentials.
         disconnected_reason: why there is no connection; empty when there is one.
         origin: where the credentials come from; empty without any.
@@ -95,18 +97,17 @@ class ClusterAccess:
         settings: Settings,
         journal: Journal,
         supervisor: Supervisor,
-        named: NamedConfiguration | None = None,
+        named_configuration: NamedConfiguration | None = None,
     ) -> None:
-        """Build it without any request; ``named``, the configuration that a label of the Node
-        chooses, gets the label, and its choice is remembered.
+        """Build it without any request; ``named_configuration``, which a label of the Node chooses,
+        gets the label, and its choice is remembered.
         """
         self.pod_cache = PodCache()
-        self.changed = Revision()
         self.connected = False
         self.disconnected_reason = "the agent is starting"
         self.origin = ""
-        self.pods: PodWatch | None = None
-        self.nodes: NodeWatch | None = None
+        self.pod_watch: PodWatch | None = None
+        self.node_watch: NodeWatch | None = None
         self.node_publisher: NodePublisher | None = None
         self.pod_publisher: PodPublisher | None = None
         self.allocatable: AllocatableWriter | None = None
@@ -125,10 +126,10 @@ class ClusterAccess:
         self.config_maps: dict[str, ConfigMapWatch] = {}  # name of the file in it → its watch
         self._remembered_file = RememberedFile(settings.state_directory)
         self.remembered: Remembered | None = None
-        self._named = named
-        if named is not None:
-            named.follow(lambda: self.config_label)
-        self._texts: dict[str, tuple[str, ...]] = {}
+        self._named_configuration = named_configuration
+        if named_configuration is not None:
+            named_configuration.read_label_by(lambda: self.config_label)
+        self._plugin_texts: dict[str, tuple[str, ...]] = {}
 
     @property
     def needed(self) -> bool:
@@ -142,8 +143,8 @@ class ClusterAccess:
     @property
     def node(self) -> Node | None:
         """Our Node, or what is remembered of it while it has not been read."""
-        if self.nodes is not None and self.nodes.node.value is not None:
-            return self.nodes.node.value
+        if self.node_watch is not None and self.node_watch.node.value is not None:
+            return self.node_watch.node.value
         return self.remembered.as_node if self.remembered else None
 
     @property
@@ -160,11 +161,11 @@ class ClusterAccess:
         """The value of the label that names this node's configuration, empty where it has none;
         None while the Node has not been read.
         """
-        node = self.nodes.node.value if self.nodes is not None else None
+        node = self.node_watch.node.value if self.node_watch is not None else None
         return None if node is None else node.labels.get(self._named_documents.label, "")
 
     @property
-    def texts(self) -> Mapping[str, tuple[str, ...]]:
+    def plugin_texts(self) -> Mapping[str, tuple[str, ...]]:
         """The texts in force of each configuration file of a plugin that a family replaces, also
         those from before a restart: the last valid text, and invalid ones after it, whose correct
         parts count (`plugin_files.texts_in_force`).
@@ -173,14 +174,14 @@ class ClusterAccess:
             watch = self.config_maps.get(file.name)
             if watch is not None and watch.synced.is_set():
                 is_valid = functools.partial(file.is_valid, self._settings)
-                self._texts[file.name] = texts_in_force(
-                    self._texts.get(file.name, ()), watch.text.value, is_valid
+                self._plugin_texts[file.name] = texts_in_force(
+                    self._plugin_texts.get(file.name, ()), watch.text.value, is_valid
                 )
-        return self._texts
+        return self._plugin_texts
 
-    def keep_texts(self, texts: Mapping[str, tuple[str, ...]]) -> None:
+    def remember_plugin_texts(self, texts: Mapping[str, tuple[str, ...]]) -> None:
         """Take over the texts of files on the node, which are remembered with the others."""
-        self._texts |= texts
+        self._plugin_texts |= texts
 
     @property
     def waiting_for(self) -> str:
@@ -242,7 +243,7 @@ class ClusterAccess:
                     "kubelet_version": remembered.kubelet_version,
                     "runtime_version": remembered.runtime_version,
                     "files": sorted(name for name, texts in remembered.texts.items() if texts),
-                    "in_use": self.nodes is None or self.nodes.node.value is None,
+                    "in_use": self.node_watch is None or self.node_watch.node.value is None,
                 }
             ),
             pods=self.pod_cache.pods,
@@ -251,7 +252,7 @@ class ClusterAccess:
         )
 
     def _watches(self) -> Iterator[WatchStatus]:
-        for watch in (self.pods, self.nodes):
+        for watch in (self.pod_watch, self.node_watch):
             if watch is not None:
                 yield watch.status
         for config_map in self.config_maps.values():
@@ -296,7 +297,7 @@ class ClusterAccess:
         name = self._settings.node_name_or_hostname
         self.remembered = await self._remembered_file.read(name)
         if self.remembered is not None:
-            self._texts = {
+            self._plugin_texts = {
                 file.name: self.remembered.texts.get(file.name, ())
                 for file in _read_files(self._settings)
             }
@@ -306,19 +307,19 @@ class ClusterAccess:
         from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415
 
         self.client = client = ApiClient(found)
-        self.nodes = NodeWatch(client, name, journal=self._journal)
+        self.node_watch = NodeWatch(client, name, journal=self._journal)
         watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [
-            ("watch of this node", self.nodes)
+            ("watch of this node", self.node_watch)
         ]
         if self.needed:  # for the label alone no pods are read
-            self.pods = PodWatch(
+            self.pod_watch = PodWatch(
                 client,
                 name,
                 self.pod_cache,
                 journal=self._journal,
                 decode_pod=decode.pods_with(pod_keys(self._settings)),
             )
-            watches.append(("watch of pods", self.pods))
+            watches.append(("watch of pods", self.pod_watch))
         for file in _config_map_files(self._settings):
             config_map = ConfigMapWatch(
                 client,
@@ -343,11 +344,11 @@ class ClusterAccess:
         wake: Revision,
         tokens: Callable[[str], Sequence[str]],
         *,
-        starting: Callable[[], bool] = lambda: False,
-        resources: Callable[[], Collection[str]] = lambda: (),
-        owned: Callable[[], Mapping[str, str]] = dict,
-        sent: Callable[[], Mapping[str, SentCounts]] = dict,
-        lists: Revision | None = None,
+        pods_are_starting: Callable[[], bool] = lambda: False,
+        offered_names: Callable[[], Collection[str]] = lambda: (),
+        family_names: Callable[[], Mapping[str, str]] = dict,
+        counts_sent: Callable[[], Mapping[str, SentCounts]] = dict,
+        lists_sent: Revision | None = None,
         withdrawn: Revision | None = None,
         on_counts_written: Callable[[int | None], None] = lambda _number: None,
         gpus: GpuFacts | None = None,
@@ -360,41 +361,41 @@ class ClusterAccess:
             notices: messages to the owners of pods.
             wake: advances when the desired state may have changed.
             tokens: the kubelet's UID of a pod → the tokens of its grants.
-            starting: whether the kubelet is starting pods now.
-            resources: returns the names of what this agent offers.
-            owned: returns resource → its family.
-            sent: returns resource → the counts of the ids that the kubelet was sent last.
-            lists: advances when the result of ``sent`` changes.
+            pods_are_starting: whether the kubelet is starting pods now.
+            offered_names: returns the names of the resources that this agent offers.
+            family_names: returns resource → its family.
+            counts_sent: returns resource → the counts of the ids that the kubelet was sent last.
+            lists_sent: advances when the result of ``counts_sent`` changes.
             withdrawn: advances when schedulers must see fewer ids than the kubelet has.
             on_counts_written: called with the value of ``withdrawn`` up to which the Node has the
                 counts, or with None if the API server refuses them permanently.
             gpus: facts about the GPUs; without them their health is not reported.
         """
-        if self.client is None or self.nodes is None or not self.needed:
+        if self.client is None or self.node_watch is None or not self.needed:
             return
         settings = self._settings
         # `foreign_label` shows that another program, gpu-feature-discovery, writes these labels
         labels = FeatureLabels(
-            gpus.labels if gpus and settings.node_status.feature_labels else None,
-            next(family.foreign_label for family in FAMILIES if family.foreign_label),
-            self._journal,
+            labels=gpus.labels if gpus and settings.node_status.feature_labels else None,
+            foreign=next(family.foreign_label for family in FAMILIES if family.foreign_label),
+            journal=self._journal,
         )
         self.node_publisher = NodePublisher(
             self.client,
             settings.node_name_or_hostname,
-            self.nodes.node,
-            functools.partial(self._desired_node, allocator, gpus, labels),
-            wake,
-            self._journal,
+            self.node_watch.node,
+            desired_state=functools.partial(self._desired_node, allocator, gpus, labels),
+            wake=wake,
+            journal=self._journal,
         )
         self.pod_publisher = PodPublisher(
             self.client,
             self.pod_cache,
-            functools.partial(self._desired_pods, allocator, gpus),
-            wake,
-            self._journal,
+            desired_state=functools.partial(self._desired_pods, allocator, gpus),
+            wake=wake,
+            journal=self._journal,
             tokens=tokens,
-            starting=starting,
+            starting=pods_are_starting,
             progress_annotations=frozenset().union(
                 *(family.vocabulary(settings).progress_annotations for family in FAMILIES)
             ),
@@ -403,22 +404,23 @@ class ClusterAccess:
         self.reschedule = Reschedule(
             self.client,
             self.events,
-            lambda: refusals.current,
-            refusals.revision,
-            settings.binding,
-            self._journal,
+            refusals=lambda: refusals.current,
+            wake=refusals.revision,
+            binding=settings.binding,
+            journal=self._journal,
             notices=notices,
-            rescued=lambda resource: resource in self._rescued(owned()),
+            # pods whose resource is among these are left to `Rescue`
+            rescued=lambda resource: resource in self._rescued(family_names()),
         )
         self.allocatable = AllocatableWriter(
             self.client,
             settings.node_name_or_hostname,
-            self.nodes.node,
-            sent,
-            lists or Revision(),
-            withdrawn or Revision(),
-            on_counts_written,
-            self._journal,
+            self.node_watch.node,
+            sent=counts_sent,
+            lists=lists_sent or Revision(),
+            withdrawn=withdrawn or Revision(),
+            counted=on_counts_written,
+            journal=self._journal,
         )
         self._loop("allocatable", self.allocatable.run)
         self._loop(_NODE_TASK, self.node_publisher.run)
@@ -430,26 +432,26 @@ class ClusterAccess:
                 self.client,
                 settings.node_name_or_hostname,
                 self.pod_cache,
-                lambda: self._rescued(owned()),
-                lambda: refusals.current,
-                refusals.revision,
-                stale_keys(settings),
-                self.events,
-                PodCopies(settings.state_directory),
-                self._journal,
+                resources=lambda: self._rescued(family_names()),
+                refusals=lambda: refusals.current,
+                wake=refusals.revision,
+                stale=stale_keys(settings),
+                events=self.events,
+                copies=PodCopies(settings.state_directory),
+                journal=self._journal,
             )
             self._loop("failed pods", self.rescue.run)
         self.failed_pods = FailedPods(
             self.client,
             settings.node_name_or_hostname,
-            lambda: self.node,
-            resources,
-            self.events,
-            self._journal,
+            node=lambda: self.node,
+            resources=offered_names,
+            events=self.events,
+            journal=self._journal,
         )
         self._loop("pods failed while the agent was down", self.failed_pods.run)
         if gpus is not None:
-            gpu_events = GpuEvents(self.events, gpus, self.pod_cache, lambda: self.node)
+            gpu_events = GpuEvents(self.events, gpus, self.pod_cache, node=lambda: self.node)
             self._loop("events of GPUs", gpu_events.run)
             if settings.node_status.evict_seconds > 0:
                 self.gpu_evictions = GpuEvictions(
@@ -457,8 +459,8 @@ class ClusterAccess:
                     self.events,
                     gpus,
                     self.pod_cache,
-                    settings.node_status.evict_seconds,
-                    self._journal,
+                    after_seconds=settings.node_status.evict_seconds,
+                    journal=self._journal,
                 )
                 self._loop("pods on dead GPUs", self.gpu_evictions.run)
 
@@ -490,15 +492,15 @@ class ClusterAccess:
             gpu_status.desired_node(gpus, self._settings.node_status, node, now)
         ).joined(labels.desired_node(node))
 
-    def _rescued(self, owned: Mapping[str, str]) -> frozenset[str]:
+    def _rescued(self, family_names: Mapping[str, str]) -> frozenset[str]:
         """Return those of the resources whose failed pods are evicted or created again
-        (`cluster.rescue`); ``owned`` has the family of each.
+        (`cluster.rescue`); ``family_names`` has the family of each.
         """
         asking = (family.names for family in FAMILIES if rescues(family, self._settings))
         families = frozenset().union(*asking)
-        return frozenset(name for name, family in owned.items() if family in families)
+        return frozenset(name for name, family in family_names.items() if family in families)
 
-    async def written_once(self, seconds: float) -> None:
+    async def until_node_written(self, seconds: float) -> None:
         """Wait, but not longer than ``seconds``,
         until the Node shows what this node offers (volcano-vgpu D11).
         """
@@ -507,15 +509,15 @@ class ClusterAccess:
                 async with asyncio.timeout(seconds):
                     await self.node_publisher.first.wait()
 
-    async def fetch(self, namespace: str, name: str) -> Pod | None:
+    async def fetch_pod(self, namespace: str, name: str) -> Pod | None:
         """See `allocation.context.Fetch`."""
-        if self.pods is None:
+        if self.pod_watch is None:
             raise ClusterError(self.disconnected_reason)
-        return await self.pods.fetch(namespace, name)
+        return await self.pod_watch.fetch(namespace, name)
 
     def reachable_seconds(self) -> float:
         """Return for how many seconds the API server has answered without a failure."""
-        return self.pods.reachable_seconds if self.pods is not None else 0.0
+        return self.pod_watch.reachable_seconds if self.pod_watch is not None else 0.0
 
     async def may_get(self, token: str, path: str) -> bool:
         """Tell whether the owner of ``token`` may get ``path`` of this agent.
@@ -529,26 +531,25 @@ class ClusterAccess:
 
     async def follow(self, apply: Callable[[], Awaitable[None]]) -> None:
         """Remember what was read, and call ``apply`` on each change, until cancelled."""
-        if self.nodes is None:
+        if self.node_watch is None:
             return
-        seen = self._facts()
+        seen, named = self._facts(), self._named_configuration
         while True:
             versions = (
-                self.nodes.node.version,
+                self.node_watch.node.version,
                 [(watch, watch.text.version) for watch in self.config_maps.values()],
-                self._named.revision.version if self._named else 0,
+                named.revision.version if named else 0,
             )
             facts = self._facts()
             # also what could not be written before: the disk was full, or not mounted yet
             await self.remember()
             if facts != seen:
                 seen = facts
-                self.changed.advance()
                 await apply()
             await first_of(
-                self.nodes.node.newer_than(versions[0]),
+                self.node_watch.node.newer_than(versions[0]),
                 *(watch.text.newer_than(version) for watch, version in versions[1]),
-                *([self._named.revision.newer_than(versions[2])] if self._named else []),
+                *([named.revision.newer_than(versions[2])] if named else []),
                 timeout_seconds=retrying.BACKOFF_MAX_SECONDS,
             )
 
@@ -593,19 +594,18 @@ class ClusterAccess:
             await self.client.close()
 
     def _facts(self) -> Remembered:
-        node, named = self.node, self._named.in_force if self._named else None
+        node, named = self.node, self._named_configuration
+        in_force = named.in_force if named else None
         return Remembered(
             node=self._settings.node_name_or_hostname if node else "",
             kubelet_version=node.kubelet_version if node else "",
             runtime_version=node.runtime_version if node else "",
-            texts=dict(self.texts),
+            texts=dict(self.plugin_texts),
             config_label=(
-                self._named.label
-                if self._named and self.config_label is None
-                else self.config_label
+                named.label if named and self.config_label is None else self.config_label
             ),
-            named_config=named.key if named else None,
-            named_text=named.text if named else "",
+            named_config=in_force.key if in_force else None,
+            named_text=in_force.text if in_force else "",
             annotations={
                 key: value
                 for key in pod_keys(self._settings).annotations
@@ -615,9 +615,9 @@ class ClusterAccess:
         )
 
     async def _first_answers(self, seconds: float) -> None:
-        waiting = [self.pod_cache.synced.wait()] if self.pods is not None else []
-        if self.nodes is not None:
-            waiting.append(self.nodes.synced.wait())
+        waiting = [self.pod_cache.synced.wait()] if self.pod_watch is not None else []
+        if self.node_watch is not None:
+            waiting.append(self.node_watch.synced.wait())
         waiting += [watch.synced.wait() for watch in self.config_maps.values()]
         try:
             async with asyncio.timeout(seconds):

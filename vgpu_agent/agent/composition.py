@@ -151,20 +151,29 @@ class Agent:
     def __init__(
         self,
         loaded: Loaded,
-        named: NamedConfiguration | None = None,
+        named_configuration: NamedConfiguration | None = None,
         discovery: Discovery = BY_NVML,
         mps_view: MpsView = IN_CONTAINER,
     ) -> None:
-        self._loaded, self._named = loaded, named
-        settings, kubelet = loaded.settings, loaded.settings.kubelet
-        self._journal = named.journal if named else Journal()
+        """Build all parts; nothing runs yet.
+
+        Args:
+            loaded: the configuration.
+            named_configuration: the part of it that a label of the Node names; None for none.
+            discovery: the kind of node, and so the way to its GPUs; by default that of NVML.
+            mps_view: where this process sees the host's files of MPS; by default where they are
+                mounted in the agent's container.
+        """
+        self._loaded, self._named_configuration = loaded, named_configuration
+        settings, kubelet_settings = loaded.settings, loaded.settings.kubelet
+        self._journal = named_configuration.journal if named_configuration else Journal()
         self._supervisor = Supervisor(
             backoff_min_seconds=TASK_BACKOFF_MIN_SECONDS,
             backoff_max_seconds=TASK_BACKOFF_MAX_SECONDS,
         )
-        self._kubelet = KubeletStatus()
+        self._kubelet_status = KubeletStatus()
         self._ledger = Ledger()
-        self._watch = source(
+        self._gpu_watch = source(
             discovery,
             settings.gpu,
             self._journal,
@@ -172,34 +181,36 @@ class Agent:
             beat=self._beat("gpu watch"),
         )
         self._kubelet_directory = DirectoryWatch(
-            kubelet.device_plugin_directory,
+            kubelet_settings.device_plugin_directory,
             poll_seconds=kubelet_directory.POLL_SECONDS,
             journal=self._journal,
-            status=self._kubelet,
+            status=self._kubelet_status,
         )
-        self._cluster = ClusterAccess(settings, self._journal, self._supervisor, named)
+        self._cluster = ClusterAccess(
+            settings, self._journal, self._supervisor, named_configuration
+        )
         self._refusals = Refusals()
         self._notices = Notices()  # messages to the owners of pods
         self._overcommits = Overcommits(self._notices)
         self._pod_resources = PodResources(
-            kubelet.pod_resources_socket, timeout_seconds=pod_resources.TIMEOUT_SECONDS
+            kubelet_settings.pod_resources_socket, timeout_seconds=pod_resources.TIMEOUT_SECONDS
         )
         self._cdi = CdiController(
             settings,
             ledger=self._ledger,
             journal=self._journal,
             supervisor=self._supervisor,
-            is_late=lambda: self._allocator.is_late,
-            simulated_tool=_simulated_ctk if settings.simulate else None,
+            is_late=lambda: self._allocator.is_late,  # late binding
+            simulated_tool=_simulated_nvidia_ctk if settings.simulate else None,
         )
         containers_in = [backend.containers_directory(settings) for backend in BACKENDS]
         # where the plugin that a family replaces, and earlier agents, made the directories of
         # containers
         earlier_in = HAMI_CORE.directory_before(settings)
         grants_in = (*containers_in, earlier_in)
-        self._regions = RegionGuard(
+        self._region_guard = RegionGuard(
             [
-                GuardedPlace(directory, backend.folders, backend.allowed_size)
+                GuardedPlace(directory, folders=backend.folders, allowed_size=backend.allowed_size)
                 for backend, directory in zip(BACKENDS, containers_in, strict=True)
             ],
             self._journal,
@@ -211,7 +222,7 @@ class Agent:
             proc_root=settings.gpu.proc_root,
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,  # replaces CDI names by the edits behind them
-            free_disk_space=self._regions.free_disk_space,
+            free_disk_space=self._region_guard.free_disk_space,
             on_file_made=self._on_file_made,
             old_directory=earlier_in,
             slots=[RegionSlots(directory) for directory in containers_in],
@@ -221,32 +232,34 @@ class Agent:
                 settings.state_directory,
             ),
         )
-        self._mig = MigDivider.from_settings(settings, self._watch)
-        self._starting = StartingPods(
+        self._mig_divider = MigDivider.from_settings(settings, self._gpu_watch)
+        self._starting_pods = StartingPods(
             self._cluster.pod_cache,
             self._ledger,
+            # the containers that have their shares, by UID, container and resource
             started=lambda: self._allocator.late_start.started,
         )
         self._allocator = Allocator(
             Context(
                 ledger=self._ledger,
-                inventory=lambda: self._watch.inventory.value,
+                inventory=lambda: self._gpu_watch.inventory.value,
                 journal=self._journal,
                 node=settings.node_name_or_hostname,
                 pods=self._cluster.pod_cache,
                 read_records=KubeletRecordsReader(
                     self._pod_resources,
-                    kubelet.checkpoint_path,
-                    with_answers=lambda: (
+                    kubelet_settings.checkpoint_path,
+                    # in early binding, our answers for all containers and not for one alone
+                    needs_all_answers=lambda: (
                         self._allocator.mode is not None and not self._allocator.is_late
                     ),
-                    pods=self._starting,
+                    pods=self._starting_pods,
                 ),
-                fetch=self._cluster.fetch,
+                fetch_pod=self._cluster.fetch_pod,
                 carrier=grant_directory,
                 refusals=self._refusals,
                 settings=settings.binding,
-                divider=self._mig,
+                divider=self._mig_divider,
                 notices=self._notices,
                 overcommits=self._overcommits,
                 node_annotations=lambda: self._cluster.node_annotations,
@@ -259,7 +272,7 @@ class Agent:
             directory=self._kubelet_directory,
             supervisor=self._supervisor,
             journal=self._journal,
-            patience_seconds=concurrency.STUCK_SECONDS,
+            error_after_seconds=concurrency.STUCK_SECONDS,
         )
         # a gate is asked before a resource is served, and may withhold it
         self._offering.gates.append(self._cdi.withheld)
@@ -267,66 +280,68 @@ class Agent:
             settings,
             ledger=self._ledger,
             offering=self._offering,
-            inventory=lambda: self._watch.inventory.value,
+            inventory=lambda: self._gpu_watch.inventory.value,
             supervisor=self._supervisor,
             journal=self._journal,
             view=mps_view,
         )
         self._families = FamiliesInForce(
             settings,
-            origins=loaded.origins,
+            origins=loaded.origins,  # setting → the file, flag or variable that has set it
             allocator=self._allocator,
             offering=self._offering,
             cluster=self._cluster,
-            inventory=lambda: self._watch.inventory.value,
+            inventory=lambda: self._gpu_watch.inventory.value,
             journal=self._journal,
             cdi=self._cdi,
             mps_view=mps_view,
         )
-        self._grants = GrantKeeping(
-            directory=grant_directory,
+        self._grant_keeping = GrantKeeping(
+            grant_directory=grant_directory,
             allocator=self._allocator,
             ledger=self._ledger,
             pod_cache=self._cluster.pod_cache,
-            directories=grants_in,
-            # where other things lie, too
+            container_directories=grants_in,
+            # where the replaced plugins have other things, too
             shared_directories=[
                 backend.directory_of_replaced(backend.host_directory(settings))
                 for backend in BACKENDS
                 if backend.directory_of_replaced and backend.name in used_backends(settings)
             ],
             pause_seconds=verification.VERIFY_SECONDS,
-            refresh=self._look_again,
+            renew_offer=self._renew_offer,
         )
         self._verification = Verification(
             allocator=self._allocator,
             ledger=self._ledger,
-            settings=kubelet,
-            kubelet=self._kubelet,
+            kubelet_settings=kubelet_settings,
+            kubelet_status=self._kubelet_status,
             pod_resources=self._pod_resources,
             pod_cache=self._cluster.pod_cache,
             journal=self._journal,
             servers=lambda: self._offering.plugins,
-            kubelet_age=functools.partial(sockets.age_seconds, kubelet.kubelet_socket),
+            kubelet_age_seconds=functools.partial(
+                sockets.age_seconds, kubelet_settings.kubelet_socket
+            ),
         )
         self._missing_devices = MissingDevices(
             settings,
             self._ledger,
-            inventory=lambda: self._watch.inventory.value,
+            inventory=lambda: self._gpu_watch.inventory.value,
             journal=self._journal,
         )
-        self._share_seconds = ShareSeconds(settings.state_directory, self._ledger)
+        self._share_seconds = ShareSeconds(settings.state_directory, self._ledger)  # for chargeback
         self._audit = (
             AuditLog(
                 settings.audit,
                 self._ledger,
-                inventory=lambda: self._watch.inventory.value,
+                inventory=lambda: self._gpu_watch.inventory.value,
                 journal=self._journal,
             )
             if settings.audit.file
             else None
         )
-        self._usages = ContainerUsages(
+        self._container_usages = ContainerUsages(
             self._cluster.pod_cache,
             (HAMI_CORE.containers_directory(settings), earlier_in, DIRECTORY_BEFORE_1_12),
             self._journal,
@@ -334,7 +349,7 @@ class Agent:
             proc_root=settings.gpu.proc_root,
         )
         # the use by containers that are limited by vgpu-control
-        self._controlled = ControlledUses(
+        self._controlled_uses = ControlledUses(
             self._cluster.pod_cache,
             # the second: where the replaced plugin made the directories of pods that still run
             (
@@ -342,58 +357,63 @@ class Agent:
                 VGPU_CONTROL.host_directory(settings),
             ),
             self._journal,
-            usage=lambda: UsageReading(self._watch.usage.value, self._watch.measured_at),
+            usage=lambda: UsageReading(self._gpu_watch.usage.value, self._gpu_watch.measured_at),
             proc_root=settings.gpu.proc_root,
             pause_seconds=settings.gpu.usage_seconds,
         )
         # what vgpu-control needs on the node: the registry of processes and samples of compute use
-        self._services = LibraryServicesInForce(
+        self._library_services = LibraryServicesInForce(
             self._families.services,
             ledger=self._ledger,
-            watch=self._watch,
+            gpu_watch=self._gpu_watch,
             pods=self._cluster.pod_cache,
             supervisor=self._supervisor,
             journal=self._journal,
             proc_root=settings.gpu.proc_root,
             sysfs_root=settings.sysfs_root,
         )
-        self._reload = Reload(loaded, apply=self._apply, journal=self._journal, named=named)
+        self._reload = Reload(
+            loaded,
+            apply=self._apply,
+            journal=self._journal,
+            named_configuration=named_configuration,
+        )
         self._serves_node = False  # true once no other agent does
         # at the last rebuild of the ledger: the offered names, and whether the pods were known
         self._understood: tuple[frozenset[str], bool] | None = None
         self._lag = LoopLag()
         self._report = Report(
             ledger=self._ledger,
-            watch=self._watch,
-            kubelet=self._kubelet,
+            gpu_watch=self._gpu_watch,
+            kubelet_status=self._kubelet_status,
             allocator=self._allocator,
             families=self._families,
             offering=self._offering,
             refusals=self._refusals,
             overcommits=self._overcommits,
             grants=grant_directory,
-            regions=self._regions,
+            regions=self._region_guard,
             verification=self._verification,
             cluster=self._cluster,
             reload=self._reload,
             supervisor=self._supervisor,
             journal=self._journal,
             lag=self._lag,
-            containers=self._usages.usage,
-            controlled=self._controlled.uses,
+            container_usage=self._container_usages.usage,
+            controlled_uses=self._controlled_uses.uses,
             cdi=self._cdi.status,
             write_failures=lambda: (
                 *self._cluster.write_failures,
                 *filter(None, [self._missing_devices.write_failure]),
                 *grant_directory.write_failures,
             ),
-            unreadable_regions=lambda: self._usages.unreadable,
+            unreadable_regions=lambda: self._container_usages.unreadable,
             mps=lambda: self._mps.statuses,
             share_seconds=lambda: self._share_seconds.sums,
         )
         self.web = LateWeb(self._report.status, settings, reviews=self._cluster.may_get)
         self._succession = Succession(
-            settings.state_directory, kubelet.device_plugin_directory, self._journal
+            settings.state_directory, kubelet_settings.device_plugin_directory, self._journal
         )
 
     async def run(
@@ -466,47 +486,49 @@ class Agent:
         self._loop("event loop", self._lag.run)
         self._loop("kubelet directory", self._kubelet_directory.run)
         # the client is imported while the driver starts
-        await asyncio.gather(self._watch.start(), self._cluster.load_client())
-        await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
-        await self._grants.load()
+        await asyncio.gather(self._gpu_watch.start(), self._cluster.load_client())
+        named = self._named_configuration
+        await self._cluster.connect(waited_seconds=named.waited_seconds if named else 0.0)
+        await self._grant_keeping.load()
         await self._missing_devices.load_instances()
-        await self._cdi.begin(settings, self._watch.inventory.value)
+        await self._cdi.begin(settings, self._gpu_watch.inventory.value)
         await self._families.apply(settings)
         await self._know_holders()
         await self._take_over()
         await self._share_seconds.load()
         self._serves_node = True
-        await self._grants.restore()
-        await self._grants.withdraw_foreign_specs()
+        await self._grant_keeping.restore()
+        await self._grant_keeping.withdraw_foreign_specs()
         self._allocator.ready.set()
         self._cluster.start_writers(
             self._allocator,
             self._refusals,
             self._notices,
-            self._ledger.revision,
-            self._tokens,
-            starting=self._starting.any,
-            resources=self._resources,
-            owned=lambda: {each.name: each.family for each in self._ledger.resources},
-            sent=lambda: self._offering.counts_sent_while_shared,
-            lists=self._offering.lists,
+            wake=self._ledger.revision,
+            tokens=self._tokens,
+            pods_are_starting=self._starting_pods.any_starting,
+            offered_names=self._offered_names,
+            family_names=lambda: {each.name: each.family for each in self._ledger.resources},
+            counts_sent=lambda: self._offering.counts_sent_while_shared,
+            lists_sent=self._offering.lists_sent,
+            # advances with each withdrawal
             withdrawn=self._ledger.withdrawn,
             on_counts_written=self._ledger.note_written_counts,
             gpus=GpuFacts(
-                self._watch.inventory,
-                driver=lambda: self._watch.status,
+                self._gpu_watch.inventory,
+                driver=lambda: self._gpu_watch.status,
                 grants=lambda: self._ledger.grants,
                 libraries=lambda: self._families.missing_libraries,
                 labels=self._families.node_labels,
             ),
         )
-        await self._cluster.written_once(api_server.START_WAIT_SECONDS)
+        await self._cluster.until_node_written(api_server.START_WAIT_SECONDS)
         self._mps.start()
         await self._offering.sync()
         self._start_loops(settings)
         await self._succession.listen(self._hand_over)
         self._report.starting = ""
-        inventory = self._watch.inventory.value
+        inventory = self._gpu_watch.inventory.value
         _logger.info(
             "agent.started",
             gpus=len(inventory.gpus),
@@ -518,20 +540,23 @@ class Agent:
 
     def _start_loops(self, settings: Settings) -> None:
         self._supervisor.start(
-            "gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds
+            "gpu watch", self._gpu_watch.run, stuck_after_seconds=self._stuck_seconds
         )
         self._supervisor.start("offering", self._follow_inventory)
         self._supervisor.start("claims", self._follow_pods)
-        if self._mig is not None:
-            self._supervisor.start("mig", self._mig.run)
+        if self._mig_divider is not None:
+            self._supervisor.start("mig", self._mig_divider.run)
         self._supervisor.start(
-            "cdi devices", functools.partial(self._cdi.watch, self._watch.inventory)
+            "cdi devices", functools.partial(self._cdi.watch, self._gpu_watch.inventory)
         )
-        self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
-        nodes = functools.partial(
-            self._families.watch_nodes, self._look_again, pause_seconds=gpu_watch.POLL_SECONDS
+        # the device names in CDI specs
+        self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._renew_offer))
+        control_nodes = functools.partial(
+            self._families.watch_control_nodes,
+            self._renew_offer,
+            pause_seconds=gpu_watch.POLL_SECONDS,
         )
-        self._supervisor.start("device nodes", nodes)
+        self._supervisor.start("device nodes", control_nodes)
         self._supervisor.start("vanished devices", self._missing_devices.run)
         self._supervisor.start("remembered MIG instances", self._missing_devices.save_instances)
         self._supervisor.start(
@@ -551,26 +576,28 @@ class Agent:
         self._supervisor.start("configuration", self._reload.run)
         if self._cluster.connected:
             self._supervisor.start(
-                "cluster", functools.partial(self._cluster.follow, self._look_again)
+                "cluster", functools.partial(self._cluster.follow, self._renew_offer)
             )
             self._supervisor.start(
                 "grants",
-                functools.partial(self._grants.run, self._beat("grants")),
+                functools.partial(self._grant_keeping.run, self._beat("grants")),
                 stuck_after_seconds=concurrency.STUCK_SECONDS + verification.VERIFY_SECONDS,
             )
-            self._supervisor.start("library services", self._services.run)
+            self._supervisor.start("library services", self._library_services.run)
             if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # No heartbeat: a restart of the agent does not repair a disk that hangs.
-                self._supervisor.start("container usage", self._usages.run)
+                self._supervisor.start("container usage", self._container_usages.run)
                 if self.web.serves_replaced_metrics or VGPU_CONTROL.name in used_backends(settings):
-                    self._supervisor.start("use of controlled containers", self._controlled.run)
-                self._supervisor.start("region sizes", self._regions.run)
+                    self._supervisor.start(
+                        "use of controlled containers", self._controlled_uses.run
+                    )
+                self._supervisor.start("region sizes", self._region_guard.run)
                 self._supervisor.start(
                     "limits",
                     LimitsWatch(
-                        (self._usages.usage, self._controlled.uses),
-                        self._report.status,
-                        self._journal,
+                        evidence=(self._container_usages.usage, self._controlled_uses.uses),
+                        status=self._report.status,
+                        journal=self._journal,
                     ).run,
                 )
 
@@ -603,7 +630,7 @@ class Agent:
         self._offering.may_register.set()
         # reading at the same time would make the time without healthy ids longer
         await self._offering.until_listed(_LIST_SECONDS)
-        await self._grants.load()
+        await self._grant_keeping.load()
         await self._verification.rebuild()
 
     async def _hand_over(self) -> None:
@@ -618,10 +645,10 @@ class Agent:
         await self._mps.stop(SHUTDOWN_SECONDS)
 
     def _on_file_made(self, path: str) -> None:
-        self._regions.take(path)
-        self._controlled.note_written_file(path)
+        self._region_guard.take(path)
+        self._controlled_uses.note_written_file(path)
 
-    def _resources(self) -> frozenset[str]:
+    def _offered_names(self) -> frozenset[str]:
         return frozenset(resource.name for resource in self._ledger.resources)
 
     async def _stop(self) -> None:
@@ -640,7 +667,7 @@ class Agent:
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 # After the last registration containers start without the agent, from the specs
                 # that are there. So none may have the spec of another container.
-                await self._grants.withdraw_foreign_specs()
+                await self._grant_keeping.withdraw_foreign_specs()
                 await self._offering.stop()
         except HostFileError as err:
             _logger.error("agent.stale_spec", error=str(err))
@@ -658,7 +685,7 @@ class Agent:
         await self._cluster.close()
         self._pod_resources.close()
         with contextlib.suppress(TimeoutError):
-            await self._watch.stop(2 * nvml_thread.EVENT_WAIT_SECONDS)
+            await self._gpu_watch.stop(2 * nvml_thread.EVENT_WAIT_SECONDS)
         # last, because a predecessor that still runs begins again when it sees this end
         self._succession.close()
 
@@ -699,7 +726,7 @@ class Agent:
         """
         await self._families.apply(settings)
         self._mps.apply(settings)
-        self._watch.apply(settings.gpu)
+        self._gpu_watch.apply(settings.gpu)
         await self._know_holders()
         await self._offering.sync()
 
@@ -710,9 +737,9 @@ class Agent:
         started = self._allocator.late_start.started.values()
         return tokens_of(pod_uid, (*self._ledger.grants, *started))
 
-    async def _look_again(self) -> None:
-        """React to a possible change outside the configuration:
-        the Node, a ConfigMap, a library.
+    async def _renew_offer(self) -> None:
+        """Bring the offers in line with a possible change outside the configuration: of the Node, a
+        ConfigMap, a library, CDI names or device nodes.
         """
         await self._families.rebuild()
         await self._know_holders()
@@ -749,7 +776,7 @@ class Agent:
             await asyncio.sleep(_COALESCING_SECONDS)
 
     async def _follow_inventory(self) -> None:
-        async for _ in self._watch.inventory.changes():
+        async for _ in self._gpu_watch.inventory.changes():
             self._families.refresh()
             await self._know_holders()
             await self._offering.sync()
@@ -774,7 +801,7 @@ def _in_pod() -> bool:
     return "KUBERNETES_SERVICE_HOST" in os.environ
 
 
-def _simulated_ctk() -> tuple[str, ...]:
+def _simulated_nvidia_ctk() -> tuple[str, ...]:
     # a node with real GPUs never loads the simulator
     from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415
 

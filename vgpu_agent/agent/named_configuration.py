@@ -43,7 +43,12 @@ _FILE_FLAG = "--config-file"
 
 
 class InForce(msgspec.Struct, frozen=True):
-    """A valid configuration: its text, and its name, empty for none."""
+    """A valid configuration.
+
+    Attributes:
+        key: its name, which is a key of the ConfigMap with the configurations; empty for none.
+        text: its content.
+    """
 
     key: str
     text: str
@@ -76,11 +81,11 @@ class NamedConfiguration:
         self.revision = Revision()
         self.label: str | None = None
         self.waited_seconds = 0.0
-        self._read: Callable[[], str | None] = lambda: None
+        self._known_label: Callable[[], str | None] = lambda: None
         self._named_documents = plugin_document().named_documents(settings)
-        self._own, self._settings = sources, settings
-        self._unread = ""  # why the label has not been read
-        self._before: InForce | None = None  # in force before the agent was restarted
+        self._own_sources, self._settings = sources, settings
+        self._why_unread = ""  # why the label has not been read
+        self._before_restart: InForce | None = None  # in force before the agent was restarted
 
     @property
     def report(self) -> dict[str, str]:
@@ -93,9 +98,11 @@ class NamedConfiguration:
             "problem": self.problem,
         }
 
-    def follow(self, read: Callable[[], str | None]) -> None:
-        """Read the label with ``read`` from now on; while it gives None, the last value counts."""
-        self._read = read
+    def read_label_by(self, read_label: Callable[[], str | None]) -> None:
+        """Read the label by ``read_label`` from now on; while that returns None, the last value
+        counts.
+        """
+        self._known_label = read_label
 
     async def begin(self) -> Loaded:
         """Wait for the label, not longer than ``START_WAIT_SECONDS``, choose,
@@ -108,17 +115,18 @@ class NamedConfiguration:
         keys = await asyncio.to_thread(keys_in, self._named_documents.directory)
         self._choose(keys)
         if self.problem and not self.choice.reason:  # nothing is in force that could stay
-            if self._before is not None and (not self._before.key or self._before.key in keys):
-                self._take(Choice(self._before.key, "in force before the agent was restarted"))
+            before = self._before_restart
+            if before is not None and (not before.key or before.key in keys):
+                self._take(Choice(before.key, "in force before the agent was restarted"))
             else:
                 self._take(
                     msgspec.structs.replace(self._named_documents.choose("", keys), problem="")
                 )
         loaded = await asyncio.to_thread(self._load)
-        self.applied(loaded)
+        self.note_in_force(loaded)
         return loaded
 
-    def applied(self, loaded: Loaded) -> None:
+    def note_in_force(self, loaded: Loaded) -> None:
         """Record that ``loaded`` is in force."""
         named, content = loaded.contents.nvidia_file, loaded.contents.nvidia or b""
         self.in_force = InForce(os.path.basename(named), content.decode(errors="replace"))
@@ -144,7 +152,7 @@ class NamedConfiguration:
         try:
             return load.load_sources(sources)
         except ConfigError as err:
-            before = self._before
+            before = self._before_restart
             if before is None or (before.key and not before.text):
                 raise
             named = Choice(before.key)
@@ -165,12 +173,12 @@ class NamedConfiguration:
         """Choose again. If the new choice is invalid, report a problem and keep the previous
         one.
         """
-        read = self._read()
-        self.label = self.label if read is None else read
+        known = self._known_label()
+        self.label = self.label if known is None else known
         found = self._named_documents.choose(self.label or "", keys)
         if not found.problem:
             self._take(found)
-        unread = "" if self.label is not None else self._unread
+        unread = "" if self.label is not None else self._why_unread
         self._set_problem("; ".join(filter(None, (found.problem, unread))))
 
     def _take(self, choice: Choice) -> None:
@@ -193,7 +201,7 @@ class NamedConfiguration:
 
     def _with(self, choice: Choice) -> Sources:
         return msgspec.structs.replace(
-            self._own, flags={**self._own.flags, _FILE_FLAG: self._file(choice)}
+            self._own_sources, flags={**self._own_sources.flags, _FILE_FLAG: self._file(choice)}
         )
 
     def _file(self, choice: Choice) -> str:
@@ -214,7 +222,7 @@ class NamedConfiguration:
             why = str(err) or (
                 f"no answer from the API server in {api_server.START_WAIT_SECONDS:g} s"
             )
-            self._unread = (
+            self._why_unread = (
                 f"label {self._named_documents.label} of this node has not been read: {why}; until "
                 "then it counts as not set"
             )
@@ -222,7 +230,7 @@ class NamedConfiguration:
         remembered = await RememberedFile(self._settings.state_directory).read(node)
         if remembered is not None:
             if remembered.named_config is not None:
-                self._before = InForce(remembered.named_config, remembered.named_text)
+                self._before_restart = InForce(remembered.named_config, remembered.named_text)
             self.label = remembered.config_label if self.label is None else self.label
 
     async def _fetch_label(self, node: str) -> str:

@@ -41,16 +41,16 @@ class Reload:
         *,
         apply: Callable[[Settings], Awaitable[None]],
         journal: Journal,
-        named: NamedConfiguration | None = None,
+        named_configuration: NamedConfiguration | None = None,
     ) -> None:
-        """Watch the files of ``loaded``, or those that ``named`` chooses; ``apply`` puts new
-        settings in force or raises ConfigError.
+        """Watch the files of ``loaded``, or those that ``named_configuration`` chooses; ``apply``
+        puts new settings in force or raises ConfigError.
         """
         self.loaded = loaded
-        self.named = named
+        self.named_configuration = named_configuration
         self._refused: tuple[str, ...] = ()
         self.needs_restart: tuple[str, ...] = ()
-        self._at_start = loaded.settings
+        self._at_start = loaded.settings  # what needs a restart stays as it is here
         self._apply = apply
         self._journal = journal
 
@@ -59,12 +59,12 @@ class Reload:
         """The faults in the newest files, and in the choice of a named one;
         empty when there are none.
         """
-        named = (self.named.problem,) if self.named and self.named.problem else ()
-        return (*self._refused, *named)
+        named = self.named_configuration
+        return (*self._refused, *([named.problem] if named and named.problem else []))
 
     async def run(self) -> None:
         """Watch until cancelled; return at once when there is no file and none can be chosen."""
-        sources = self.named.sources if self.named else None
+        sources = self.named_configuration.sources if self.named_configuration else None
         async for outcome in changes(
             self.loaded,
             interval_seconds=RELOAD_SECONDS,
@@ -80,7 +80,7 @@ class Reload:
         at_once, _ = reloadable_difference(self.loaded.settings, outcome.settings)
         _, later = reloadable_difference(self._at_start, outcome.settings)
         try:
-            await self._apply(in_force(self._at_start, outcome.settings))
+            await self._apply(in_force(running=self._at_start, new=outcome.settings))
         except ConfigError as err:
             self._refuse(err)
             return
@@ -91,8 +91,8 @@ class Reload:
             if collision not in self.loaded.collisions:
                 _logger.error("config.collision", problem=collision)
         self.loaded, self._refused, self.needs_restart = outcome, (), tuple(later)
-        if self.named is not None:
-            self.named.applied(outcome)
+        if self.named_configuration is not None:
+            self.named_configuration.note_in_force(outcome)
         if "log.level" in at_once:
             log.set_level(outcome.settings.log.level)
         self._journal.record(

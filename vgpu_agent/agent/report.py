@@ -62,15 +62,20 @@ class Report:
     `vgpu_agent.status` explains each value.
 
     Attributes:
-        containers: the use by containers, as their regions showed it last.
-        controlled: the use by containers that are limited by vgpu-control.
+        container_usage: the use by containers, as their regions showed it last.
+        controlled_uses: the use by containers that are limited by vgpu-control.
+        mps: returns the status of each MPS control daemon.
+        cdi: returns the status of the CDI specs and names.
+        unreadable_regions: returns the file of a container → why it cannot be read.
+        share_seconds: returns (namespace, pod, resource) → the seconds for which the pod has held
+            shares, times their number.
         lag: the delays of the event loop.
         starting: why nothing is offered yet; empty once everything has been started.
     """
 
     ledger: Ledger
-    watch: GpuSource
-    kubelet: KubeletStatus
+    gpu_watch: GpuSource
+    kubelet_status: KubeletStatus
     allocator: Allocator
     families: FamiliesInForce
     offering: Offering
@@ -84,8 +89,8 @@ class Report:
     supervisor: Supervisor
     journal: Journal
     lag: LoopLag
-    containers: Latest[tuple[ContainerUsage, ...]]
-    controlled: Latest[tuple[ControlledUse, ...]] = dataclasses.field(
+    container_usage: Latest[tuple[ContainerUsage, ...]]
+    controlled_uses: Latest[tuple[ControlledUse, ...]] = dataclasses.field(
         default_factory=lambda: Latest(())
     )
     mps: Callable[[], tuple[MpsStatus, ...]] = tuple
@@ -104,20 +109,21 @@ class Report:
     def status(self) -> AgentStatus:
         """Collect the status of all parts at this moment."""
         loaded, tasks = self.reload.loaded, tuple(self.supervisor.reports)
+        named_configuration = self.reload.named_configuration
         return AgentStatus(
             node=loaded.settings.node_name_or_hostname,
             version=__version__,
             commit=os.environ.get(_COMMIT_VARIABLE, ""),
-            simulated=bool(loaded.settings.simulate) or self.watch.inventory.value.simulated,
+            simulated=bool(loaded.settings.simulate) or self.gpu_watch.inventory.value.simulated,
             started_at=self._started_at,
-            inventory=self.watch.inventory.value,
-            inventory_at=self.watch.read_at,
-            usage=self.watch.usage.value,
-            usage_at=self.watch.measured_at,
-            containers=self.containers.value,
-            controlled=self.controlled.value,
-            nvml=self.watch.status,
-            kubelet=self.kubelet,
+            inventory=self.gpu_watch.inventory.value,
+            inventory_at=self.gpu_watch.read_at,
+            usage=self.gpu_watch.usage.value,
+            usage_at=self.gpu_watch.measured_at,
+            containers=self.container_usage.value,
+            controlled=self.controlled_uses.value,
+            nvml=self.gpu_watch.status,
+            kubelet=self.kubelet_status,
             plugins=self.offering.statuses,
             ledger=self._ledger_status(),
             binding=self._binding_status(),
@@ -137,7 +143,7 @@ class Report:
             config_problems=self.reload.problems,
             config_needs_restart=self.reload.needs_restart,
             config_collisions=self.reload.loaded.collisions,
-            config_named=self.reload.named.report if self.reload.named else {},
+            config_named=named_configuration.report if named_configuration else {},
             not_ready=tuple(self._not_ready()),
             not_alive=tuple(self._not_alive()),
         )
@@ -146,7 +152,10 @@ class Report:
         allocator, families = self.allocator, self.families
         return BindingStatus(
             mode=allocator.mode,
-            families=tuple(self._family(name, by_pod) for name, by_pod in families.on),
+            families=tuple(
+                self._family(name, decided_by_pod=decided_by_pod)
+                for name, decided_by_pod in families.switched_on
+            ),
             refusals=self.refusals.current,
             ambiguities=allocator.late_start.ambiguities,
             wrong_guesses=allocator.early.wrong_guesses,
@@ -161,11 +170,13 @@ class Report:
             regions_cut=self.regions.cuts,
         )
 
-    def _family(self, name: str, decided_by_pod: bool) -> FamilyStatus:
+    def _family(self, name: str, *, decided_by_pod: bool) -> FamilyStatus:
         """Return the status of a family; it is idle where this node has no device for it."""
         offered = any(plugin.family == name for plugin in self.offering.statuses)
         trouble, idle = ("", False) if offered else self.families.why_not_offered(name)
-        return FamilyStatus(name, decided_by_pod, offered, trouble, idle)
+        return FamilyStatus(
+            name, decided_by_pod=decided_by_pod, offered=offered, trouble=trouble, idle=idle
+        )
 
     def _ledger_status(self) -> LedgerStatus:
         return msgspec.structs.replace(
@@ -224,25 +235,28 @@ class Report:
 
     def _not_ready(self) -> Iterator[Problem]:
         if self.starting:
-            yield Problem(ProblemKind.AGENT, "", self.starting)
-        nvml = self.watch.status
+            yield Problem(ProblemKind.AGENT, subject="", text=self.starting)
+        nvml = self.gpu_watch.status
         if nvml.state is NvmlState.HUNG:
             of_gpu = f" of {nvml.gpu}" if nvml.gpu else ""
             yield Problem(
                 ProblemKind.NVML,
-                "",
-                f"{nvml.call}{of_gpu} has not returned for {time.time() - nvml.since:.0f} s",
-                "see dmesg",
+                subject="",
+                text=f"{nvml.call}{of_gpu} has not returned for {time.time() - nvml.since:.0f} s",
+                remedy="see dmesg",
             )
         elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
             yield Problem(
-                ProblemKind.NVML, "", nvml.last_error or f"the driver is {nvml.state.value}"
+                ProblemKind.NVML,
+                subject="",
+                text=nvml.last_error or f"the driver is {nvml.state.value}",
             )
         for resource, reason in self.offering.withheld.items():
             yield Problem(ProblemKind.RESOURCE, resource, reason)
         plugins = self.offering.statuses
         if not plugins and not self.offering.withheld and not self.starting:
-            yield Problem(ProblemKind.GPUS, "", *self._why_nothing_is_offered())
+            reason, remedy = self._why_nothing_is_offered()
+            yield Problem(ProblemKind.GPUS, subject="", text=reason, remedy=remedy)
         for plugin in plugins:
             if not plugin.ready:
                 yield Problem(ProblemKind.RESOURCE, plugin.resource, self._why_not_ready(plugin))
@@ -250,7 +264,7 @@ class Report:
     def _why_nothing_is_offered(self) -> tuple[str, str]:
         """Return the reason why nothing is offered, and the remedy or where to find more."""
         families = self.reload.loaded.settings.families
-        gpus = len(self.watch.inventory.value.gpus)
+        gpus = len(self.gpu_watch.inventory.value.gpus)
         if not any(msgspec.structs.astuple(families)):
             return (
                 "no family of resources is on",
@@ -262,10 +276,12 @@ class Report:
         return "this node has no GPU to offer", "/debug/devices says which cards did not answer"
 
     def _why_not_ready(self, plugin: PluginStatus) -> str:
-        if plugin.state is PluginState.WAITING and self.kubelet.directory_trouble:
-            return f"waiting for the kubelet: {self.kubelet.directory_trouble}"
-        if plugin.state is PluginState.WAITING and not self.kubelet.socket_present:
-            return f"waiting for the kubelet: there is no {self.kubelet.directory}/kubelet.sock"
+        if plugin.state is PluginState.WAITING and self.kubelet_status.directory_trouble:
+            return f"waiting for the kubelet: {self.kubelet_status.directory_trouble}"
+        if plugin.state is PluginState.WAITING and not self.kubelet_status.socket_present:
+            return (
+                f"waiting for the kubelet: there is no {self.kubelet_status.directory}/kubelet.sock"
+            )
         state = (
             "registered, but the kubelet has not opened the stream of the list"
             if plugin.state is PluginState.REGISTERED

@@ -109,7 +109,7 @@ class Context(msgspec.Struct):
         journal: receives the events.
         pods: the pods of this node.
         read_records: see `RecordsReader`.
-        fetch: see `Fetch`.
+        fetch_pod: see `Fetch`.
         carrier: delivers grants to the container runtime.
         refusals: the starts that are refused now.
         settings: section ``binding``.
@@ -133,7 +133,7 @@ class Context(msgspec.Struct):
     journal: Journal
     pods: PodCache
     read_records: RecordsReader
-    fetch: Fetch
+    fetch_pod: Fetch
     carrier: Carrier
     refusals: Refusals
     settings: Binding

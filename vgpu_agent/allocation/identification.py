@@ -284,7 +284,7 @@ class Identification:
 
     async def _as_it_is_now(self, pod: Pod) -> Pod:
         try:
-            now = await self._context.fetch(pod.namespace, pod.name)
+            now = await self._context.fetch_pod(pod.namespace, pod.name)
         except ClusterError as err:
             raise NotProvenError(
                 f"it is not known whether the last container of pod {pod.full_name} with these ids "
@@ -323,7 +323,7 @@ class Identification:
                 "will retry"
             )
         try:
-            pod = await self._context.fetch(*name)
+            pod = await self._context.fetch_pod(*name)
         except ClusterError as err:
             raise NotProvenError(
                 f"{missing} did not appear in the watch within {seconds:g} s, and {err}; the "

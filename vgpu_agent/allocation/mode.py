@@ -39,7 +39,7 @@ class BindingMode(msgspec.Struct, frozen=True):
     reason: str
 
 
-def choose(setting: str, node: Node | None) -> BindingMode | None:
+def choose_mode(setting: str, node: Node | None) -> BindingMode | None:
     """The mode for ``binding.mode`` on this node;
     None while it depends on a Node that has not been read.
     """

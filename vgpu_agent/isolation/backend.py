@@ -62,13 +62,14 @@ class LibraryServices(msgspec.Struct, frozen=True):
     """The services of the running agent that a library relies on, in addition to files.
 
     Attributes:
-        containers: the parent of the containers' own directories, ``<pod UID>_<container>``.
+        containers_directory: the parent of the containers' own directories,
+            ``<pod UID>_<container>``.
         registry_directory: of the socket by which processes register; empty where none do.
         samples_directory: of the samples of the use of compute; empty when the library does not
             read them.
     """
 
-    containers: str = ""
+    containers_directory: str = ""
     registry_directory: str = ""
     samples_directory: str = ""
 
@@ -82,8 +83,8 @@ class LibraryLimits(msgspec.Struct, frozen=True):
     Attributes:
         missing: why it sets none; empty where it does.
         cores: it limits compute.
-        oversubscribed: as for `Target`.
-        unit_mib: the same.
+        oversubscribed: more memory or compute is offered than there is.
+        unit_mib: the smallest share of memory that the node gives.
         backend: whose library it is.
         memory_scaling: how many times a device's memory is offered.
     """

@@ -230,7 +230,7 @@ def replicas_of(resource: Resource) -> dict[str, int]:
     return dict(collections.Counter(entry.device for entry in resource.ids))
 
 
-def why_not(resource: Resource, inventory: Inventory) -> str:
+def why_not_by_mps(resource: Resource, inventory: Inventory) -> str:
     """Explain why ``resource`` cannot be shared by MPS as it is offered, with the remedy; empty
     when it can (nvidia G14, G15).
     """
@@ -268,17 +268,21 @@ def daemon_plan(resource: Resource, inventory: Inventory, options: MpsOptions) -
     replicas = replicas_of(resource)
     whole = options.limits_in_containers
     devices = [
-        DeviceLimit(gpu.uuid, gpu.index, memory_share_mib(gpu.memory_mib, 1 if whole else count))
+        DeviceLimit(
+            gpu.uuid,
+            gpu.index,
+            memory_mib=memory_share_mib(gpu.memory_mib, replicas=1 if whole else count),
+        )
         for uuid, count in replicas.items()
         if (gpu := inventory.gpu(uuid)) is not None and gpu.present
     ]
     most = max(replicas.values(), default=1)
     return DaemonPlan(
         resource.name,
-        options.directory(resource.name),
-        options.pipe(resource.name),
-        tuple(sorted(devices, key=lambda limit: limit.index)),
-        thread_share(1 if whole else most),
+        directory=options.directory(resource.name),
+        pipe=options.pipe(resource.name),
+        devices=tuple(sorted(devices, key=lambda limit: limit.index)),
+        thread_percentage=thread_share(replicas=1 if whole else most),
     )
 
 

@@ -29,7 +29,7 @@ class HostDaemon:
         tool = HostTool(host_tools.CONTROL_BINARY, timeout_seconds=seconds)
         self._control = Control(DaemonPlan("", pipe, pipe, (), 0), tool, timeout_seconds=seconds)
 
-    async def why_not(self) -> str:
+    async def why_missing(self) -> str:
         """Explain why the daemon seems missing; empty when it answers.
 
         Where the agent has no control binary, the text is empty when the daemon's pipe exists.

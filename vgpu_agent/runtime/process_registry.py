@@ -364,7 +364,7 @@ class ProcessRegistry:
 
     # ---- the lists
 
-    async def keep(self) -> None:
+    async def keep_lists(self) -> None:
         """Keep the lists current until cancelled; a loop for the supervisor. It sleeps while no
         container has registered.
         """

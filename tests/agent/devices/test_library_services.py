@@ -66,7 +66,7 @@ class Stage:
         self.parts = LibraryServicesInForce(
             self.services,
             ledger=self.book,  # type: ignore[arg-type]
-            watch=self.watch,  # type: ignore[arg-type]
+            gpu_watch=self.watch,  # type: ignore[arg-type]
             pods=PodCache(),
             supervisor=supervisor,
             journal=self.journal,
@@ -77,9 +77,9 @@ class Stage:
     def want(self, *, registry: bool = False, watcher: bool = False) -> None:
         """Have the family's library rely on them."""
         wanted = LibraryServices(
-            str(self.folder / "containers"),
-            str(self.folder / "registry") if registry else "",
-            str(self.folder / "watcher") if watcher else "",
+            containers_directory=str(self.folder / "containers"),
+            registry_directory=str(self.folder / "registry") if registry else "",
+            samples_directory=str(self.folder / "watcher") if watcher else "",
         )
         self.services.publish({FAMILY: wanted})
 

@@ -66,7 +66,7 @@ class Node:
             ),
             supervisor=supervisor,
             journal=self.journal,
-            patience_seconds=30,
+            error_after_seconds=30,
         )
 
     async def offer(self, *resources: Resource) -> None:

@@ -33,7 +33,7 @@ class Compared:
         self.ids = ListedIds(
             servers=lambda: self.servers,
             pod_resources=cast("PodResources", self),
-            kubelet=self.kubelet,
+            kubelet_status=self.kubelet,
             journal=self.journal,
         )
 

@@ -60,14 +60,14 @@ class Kept:
         )
         self.place = Place(carrier=DiskCarrier(self.directory))
         self.keeping = GrantKeeping(
-            directory=self.directory,
+            grant_directory=self.directory,
             allocator=self.place.allocator,
             ledger=self.place.ledger,
             pod_cache=self.place.book,
-            directories=[str(self.containers)],
+            container_directories=[str(self.containers)],
             shared_directories=[str(self.shared)],
             pause_seconds=30,
-            refresh=self._nothing,
+            renew_offer=self._nothing,
         )
 
     @staticmethod

@@ -118,7 +118,7 @@ def make(
     ledger = Ledger()
     ledger.offer([Resource(RESOURCE, "volcano-vgpu", (), decided_by=Decider.POD)])
     pods = StartingPods(book, ledger, started=set[tuple[str, str, str]])
-    return KubeletRecordsReader(lister, checkpoint, with_answers=lambda: answers, pods=pods)
+    return KubeletRecordsReader(lister, checkpoint, needs_all_answers=lambda: answers, pods=pods)
 
 
 async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:

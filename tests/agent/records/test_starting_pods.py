@@ -59,8 +59,8 @@ def test_pods_are_named_as_kubelet_names_them() -> None:
     and one that has ended none where it should live.
     """
     pods = starting(pod("a"), pod("b", phase="Succeeded"))
-    assert [pods.name(f"uid-{each}") for each in "abc"] == [("ns", "a"), ("ns", "b"), None]
-    assert [pods.name(f"uid-{each}", live=True) for each in "abc"] == [("ns", "a"), None, None]
+    assert [pods.name_of(f"uid-{each}") for each in "abc"] == [("ns", "a"), ("ns", "b"), None]
+    assert [pods.name_of(f"uid-{each}", live=True) for each in "abc"] == [("ns", "a"), None, None]
 
 
 def test_the_pod_that_was_bound_first_is_expected() -> None:
@@ -127,14 +127,14 @@ def test_pods_are_being_started_until_they_run(other: Pod, *, starts: bool) -> N
     """Only those that ask for what this agent decides by the pod.
     All others are none of its business.
     """
-    assert starting(pod("b", phase="Running"), other).any() is starts
+    assert starting(pod("b", phase="Running"), other).any_starting() is starts
 
 
 def test_a_pod_that_stays_pending_is_being_started_for_so_long_only() -> None:
     """After that it waits for an image, or is refused. Others are not to wait for it."""
     times = iter([5.0, 14.0, 16.0])
     pods = starting(pod("a"), clock=lambda: next(times))
-    assert [pods.any() for _ in range(3)] == [True, True, False]
+    assert [pods.any_starting() for _ in range(3)] == [True, True, False]
 
 
 def test_the_resources_are_the_same_until_others_are_offered() -> None:
@@ -144,9 +144,9 @@ def test_the_resources_are_the_same_until_others_are_offered() -> None:
     ledger = Ledger()
     pods = StartingPods(PodCache(), ledger, started=set)
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
-    before = pods.resources
+    before = pods.decided_by_pod
     assert before == {NUMBER}
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
-    assert pods.resources is before
+    assert pods.decided_by_pod is before
     ledger.offer([Resource(CORES, "volcano-vgpu", (), decided_by=Decider.POD)])
-    assert pods.resources == {CORES}
+    assert pods.decided_by_pod == {CORES}

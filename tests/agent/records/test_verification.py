@@ -57,8 +57,9 @@ class Records:
         self.read_at: list[float] = []
         self.seconds = 0.0  # of a reading
 
-    async def read(self, *_: object) -> KubeletRecords:
+    async def read(self, *_: object, wanted: object) -> KubeletRecords:
         """A stand-in for `read_records`, which has tests of its own."""
+        del wanted
         self.read_at.append(round(asyncio.get_running_loop().time(), 3))
         await asyncio.sleep(self.seconds)
         return self.now
@@ -89,13 +90,13 @@ class Parts:
         self.verification = Verification(
             allocator=self.allocator,
             ledger=self.ledger,
-            settings=Kubelet(),
-            kubelet=self.kubelet,
+            kubelet_settings=Kubelet(),
+            kubelet_status=self.kubelet,
             pod_resources=PodResources(Kubelet().pod_resources_socket, timeout_seconds=1),
             pod_cache=self.book,
             journal=self.journal,
             servers=lambda: self.servers,
-            kubelet_age=lambda: kubelet_age_seconds,
+            kubelet_age_seconds=lambda: kubelet_age_seconds,
             clock=self._clock,
         )
 

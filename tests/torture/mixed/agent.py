@@ -38,7 +38,7 @@ from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.context import Context, Families
-from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.mode import choose_mode
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.api import Api
@@ -214,24 +214,24 @@ class MixedAgent:
                 node=NODE,
                 pods=self._book,
                 read_records=world.read_records,
-                fetch=world.api.fetch,
+                fetch_pod=world.api.fetch,
                 carrier=world.files,
                 refusals=self._refusals,
                 settings=settings,
             )
         )
-        self.allocator.use_mode(choose(settings.mode, None))
+        self.allocator.use_mode(choose_mode(settings.mode, None))
         self._kubelet = KubeletStatus()
         self._verification = Verification(
             allocator=self.allocator,
             ledger=self.ledger,
-            settings=Kubelet(),
-            kubelet=self._kubelet,
+            kubelet_settings=Kubelet(),
+            kubelet_status=self._kubelet,
             pod_resources=cast(PodResources, world),
             pod_cache=self._book,
             journal=journal,
             servers=lambda: (),
-            kubelet_age=lambda: world.kubelet.age_seconds,
+            kubelet_age_seconds=lambda: world.kubelet.age_seconds,
             clock=clock,
         )
         self._registered = False

@@ -47,7 +47,7 @@ class LibraryServicesInForce:
     Args:
         services: family → the services that the library of its containers needs.
         ledger: the grants.
-        watch: the GPUs.
+        gpu_watch: the GPUs.
         pods: the pods of this node.
         supervisor: runs the registry.
         journal: receives failures.
@@ -60,27 +60,34 @@ class LibraryServicesInForce:
         services: Latest[Mapping[str, LibraryServices]],
         *,
         ledger: Ledger,
-        watch: GpuSource,
+        gpu_watch: GpuSource,
         pods: PodCache,
         supervisor: Supervisor,
         journal: Journal,
         proc_root: str,
         sysfs_root: str,
     ) -> None:
-        self._services, self._ledger, self._watch, self._pods = services, ledger, watch, pods
+        self._services, self._ledger, self._gpu_watch, self._pods = (
+            services,
+            ledger,
+            gpu_watch,
+            pods,
+        )
         self._supervisor, self._journal = supervisor, journal
         self._proc_root, self._cgroup_root = proc_root, f"{sysfs_root}/fs/cgroup"
         self._own_thread = OwnThread("samples file")
         self._changes = ChangeFilter()
         self._registry_in = ""
-        self._file: tuple[str, SmUtilFile] | None = None
+        self._samples_file: tuple[str, SmUtilFile] | None = None
         self._sampled: tuple[tuple[int, str], ...] = ()
 
     async def run(self) -> None:
         """Follow settings, grants and GPUs until cancelled."""
         try:
             while True:
-                versions = Versions(self._services, self._ledger.revision, self._watch.inventory)
+                versions = Versions(
+                    self._services, self._ledger.revision, self._gpu_watch.inventory
+                )
                 await self._serve_registry()
                 await self._serve_samples()
                 await versions.passed(timeout_seconds=_RETRY_SECONDS)
@@ -102,14 +109,14 @@ class LibraryServicesInForce:
             return
         registry = ProcessRegistry(
             Path(wanted.registry_directory),
-            Path(wanted.containers),
+            Path(wanted.containers_directory),
             self._pods,
             self._journal,
             proc_root=self._proc_root,
             cgroup_root=self._cgroup_root,
         )
         self._supervisor.start(_REGISTRY, registry.run)
-        self._supervisor.start(_LISTS, registry.keep)
+        self._supervisor.start(_LISTS, registry.keep_lists)
         self._registry_in = directory
 
     async def _serve_samples(self) -> None:
@@ -123,15 +130,19 @@ class LibraryServicesInForce:
         gpus = set().union(*limited.values()) if directory else set()
         found = tuple(
             (gpu.index, gpu.uuid)
-            for gpu in self._watch.inventory.value.gpus
+            for gpu in self._gpu_watch.inventory.value.gpus
             if gpu.uuid in gpus and gpu.present and gpu.health.ok and not gpu.mig_enabled
         )
-        if found == self._sampled and (not found or self._file_in == directory):
+        if found == self._sampled and (not found or self._samples_in == directory):
             return
-        file = await self._open_file(directory) if found else self._file and self._file[1]
+        file = (
+            await self._open_file(directory)
+            if found
+            else self._samples_file and self._samples_file[1]
+        )
         if file is None:
             return
-        self._watch.sample(found, file)
+        self._gpu_watch.sample(found, file)
         self._sampled = found
 
     def _limited(self) -> Mapping[str, set[str]]:
@@ -146,16 +157,16 @@ class LibraryServicesInForce:
         return limited
 
     @property
-    def _file_in(self) -> str:
-        return self._file[0] if self._file is not None else ""
+    def _samples_in(self) -> str:
+        return self._samples_file[0] if self._samples_file is not None else ""
 
     async def _open_file(self, directory: str) -> SmUtilFile | None:
         """Return the file of samples in ``directory``; None when it cannot be created now."""
-        if self._file is not None and self._file[0] == directory:
-            return self._file[1]
+        if self._samples_file is not None and self._samples_file[0] == directory:
+            return self._samples_file[1]
         loop = asyncio.get_running_loop()
 
-        def on_locked(index: int) -> None:
+        def on_locked(index: int) -> None:  # that GPU's part of the file; called in a thread
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._report_lock, index)
 
@@ -170,7 +181,7 @@ class LibraryServicesInForce:
                 self._journal.record("samples.not_written", level="warning", error=str(err))
             return None
         self._changes.over("file")
-        self._file = directory, opened
+        self._samples_file = directory, opened
         return opened
 
     def _report_lock(self, index: int) -> None:
@@ -184,8 +195,8 @@ class LibraryServicesInForce:
             )
 
     async def _stop(self) -> None:
-        if self._file is not None:
-            self._watch.sample((), self._file[1])
+        if self._samples_file is not None:
+            self._gpu_watch.sample((), self._samples_file[1])
         self._sampled, self._registry_in = (), ""
         for name in (_REGISTRY, _LISTS):
             await self._supervisor.stop(name)

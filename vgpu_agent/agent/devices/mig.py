@@ -50,22 +50,24 @@ class MigDivider:
     next container that needs the layout has the GPU divided again.
     """
 
-    def __init__(self, parted: MigParted, watch: GpuSource, *, call_timeout_seconds: float) -> None:
+    def __init__(
+        self, parted: MigParted, gpu_watch: GpuSource, *, call_timeout_seconds: float
+    ) -> None:
         """Build the divider.
 
         Args:
             parted: the runner of the host tool.
-            watch: the node's GPUs and the processes on them.
+            gpu_watch: the node's GPUs and the processes on them.
             call_timeout_seconds: how long the driver may take to answer.
         """
         self._parted = parted
-        self._watch = watch
+        self._gpu_watch = gpu_watch
         self._call_timeout_seconds = call_timeout_seconds
         self._waiting: asyncio.Queue[tuple[MigLayout, Callable[[str], None]]] = asyncio.Queue()
         self._failed: dict[MigLayout, tuple[float, str]] = {}
 
     @classmethod
-    def from_settings(cls, settings: Settings, watch: GpuSource) -> MigDivider | None:
+    def from_settings(cls, settings: Settings, gpu_watch: GpuSource) -> MigDivider | None:
         """Return the divider for the families that are switched on; None when none needs one."""
         tool = next(
             (
@@ -83,7 +85,7 @@ class MigDivider:
             timeout_seconds=tool.timeout_seconds,
             setting=tool.setting,
         )
-        return cls(parted, watch, call_timeout_seconds=nvml_thread.CALL_TIMEOUT_SECONDS)
+        return cls(parted, gpu_watch, call_timeout_seconds=nvml_thread.CALL_TIMEOUT_SECONDS)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
         """See `allocation.context.Divider`."""
@@ -127,8 +129,10 @@ class MigDivider:
                 process uses the GPU.
         """
         await self._refresh()
-        gpu = self._watch.inventory.value.gpu(layout.gpu)
-        usage = next((usage for usage in self._watch.usage.value if usage.uuid == layout.gpu), None)
+        gpu = self._gpu_watch.inventory.value.gpu(layout.gpu)
+        usage = next(
+            (usage for usage in self._gpu_watch.usage.value if usage.uuid == layout.gpu), None
+        )
         if gpu is None or not gpu.present or usage is None:
             raise _NotNowError("the driver does not report its state")
         if gpu.mig_trouble:
@@ -144,12 +148,12 @@ class MigDivider:
         Raises:
             MigError: the tool failed, or it and the driver show another division, before or after.
         """
-        inventory = self._watch.inventory.value
+        inventory = self._gpu_watch.inventory.value
         _require_same_view(inventory, await self._parted.export(len(inventory.gpus)))
         _logger.info("mig.applying", gpu=gpu.uuid, index=gpu.index, profiles=list(layout.profiles))
         await self._parted.apply(gpu.index, layout.profiles)
         await self._wait_for_layout(layout)
-        found = self._watch.inventory.value.gpu(gpu.uuid)
+        found = self._gpu_watch.inventory.value.gpu(gpu.uuid)
         if found is None or not _is_divided(found, layout):
             shown = ", ".join(instance.profile for instance in found.mig_instances) if found else ""
             raise MigError(
@@ -165,7 +169,7 @@ class MigDivider:
                 await self._refresh()
             except _NotNowError as err:
                 _logger.info("mig.waiting", gpu=layout.gpu, reason=str(err))
-            gpu = self._watch.inventory.value.gpu(layout.gpu)
+            gpu = self._gpu_watch.inventory.value.gpu(layout.gpu)
             if time.monotonic() >= deadline or (gpu is not None and _is_divided(gpu, layout)):
                 return
             await asyncio.sleep(_POLL_SECONDS)
@@ -176,13 +180,16 @@ class MigDivider:
         Raises:
             _NotNowError: the driver does not answer in time.
         """
-        read_at, measured_at = self._watch.read_at, self._watch.measured_at
-        self._watch.refresh()
+        read_at, measured_at = self._gpu_watch.read_at, self._gpu_watch.measured_at
+        self._gpu_watch.refresh()
         try:
             async with asyncio.timeout(2 * self._call_timeout_seconds):
                 while True:
                     # Compare for inequality only: the wall clock may have been set back.
-                    if self._watch.read_at != read_at and self._watch.measured_at != measured_at:
+                    if (
+                        self._gpu_watch.read_at != read_at
+                        and self._gpu_watch.measured_at != measured_at
+                    ):
                         return
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:

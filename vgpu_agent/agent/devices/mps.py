@@ -15,7 +15,7 @@ from vgpu_agent.concurrency import Revision
 from vgpu_agent.config import collisions
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.isolation import mps as isolation
-from vgpu_agent.isolation.mps import daemon_plan, why_not
+from vgpu_agent.isolation.mps import daemon_plan, why_not_by_mps
 from vgpu_agent.model import SharingMode
 from vgpu_agent.mps import daemon, directories
 from vgpu_agent.mps.host_daemon import HostDaemon
@@ -55,6 +55,9 @@ class MpsController:
         journal: Journal,
         view: MpsView = isolation.IN_CONTAINER,
     ) -> None:
+        """Build it, without a daemon; ``view`` is where this process sees the daemons' files, by
+        default where they are mounted in the agent's container.
+        """
         self._view = view
         self._ledger, self._offering, self._inventory, self._supervisor = (
             ledger,
@@ -63,14 +66,14 @@ class MpsController:
             supervisor,
         )
         self._journal = journal
-        self._changes = Revision()
+        self._withheld_changes = Revision()  # advances when `_withheld` may answer otherwise
         self._started = False
         self._supervision = Supervision(
             settings.mps,
             supervisor,
             journal,
             holders=self._holders,
-            changed=lambda: self._changes.publish(self._changes.version + 1),
+            changed=lambda: self._withheld_changes.publish(self._withheld_changes.version + 1),
             gpus=lambda: [gpu.uuid for gpu in inventory().gpus],
             view=view,
             sysfs_root=settings.sysfs_root,
@@ -87,12 +90,13 @@ class MpsController:
 
     def apply(self, settings: Settings) -> None:
         """Put ``settings`` in force."""
+        # family → the directories and limits of its daemons
         self._options: dict[str, MpsOptions] = {
             family.name: family.mps(settings, self._view) for family in FAMILIES if family.mps
         }
         # a setting that puts the daemons' files where containers could change them, and why
-        self._exposed = collisions.exposed_mps_directory(settings)
-        self._of_host = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY)
+        self._exposed_directory = collisions.exposed_mps_directory(settings)
+        self._host_daemon = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY)
         if self._started:  # the ledger may stay the same, so `_follow` may not be woken
             self._refresh()
 
@@ -137,7 +141,7 @@ class MpsController:
             self._refresh()
 
     async def _sync_offering(self) -> None:
-        async for _ in self._changes.changes():
+        async for _ in self._withheld_changes.changes():
             await self._offering.sync()
 
     async def _watch_host(self) -> None:
@@ -152,7 +156,7 @@ class MpsController:
                 for resource in self._ledger.resources
                 if resource.sharing is SharingMode.MPS_OF_HOST
             }
-            reason = await self._of_host.why_not() if names else ""
+            reason = await self._host_daemon.why_missing() if names else ""
             for name in names.keys() | self._offering.cautions.keys():
                 self._offering.caution(
                     name,
@@ -184,9 +188,9 @@ class MpsController:
                 "mps.root is empty, so there is no place for an MPS control daemon; set it, or "
                 "share by time-slicing"
             )
-        if self._exposed:
-            return ": ".join(self._exposed)
-        if reason := why_not(resource, self._inventory()):
+        if self._exposed_directory:
+            return ": ".join(self._exposed_directory)
+        if reason := why_not_by_mps(resource, self._inventory()):
             return reason
         devices = {entry.device for entry in resource.ids}
         for other in self._shared():

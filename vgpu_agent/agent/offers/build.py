@@ -44,13 +44,13 @@ class Found(msgspec.Struct, frozen=True):
     """The findings on the node and in the cluster.
 
     Attributes:
-        nodes: NVIDIA's control device nodes.
+        control_nodes: NVIDIA's control device nodes.
         cdi: IMEX channels, and the device modes that have a CDI spec.
         facts: what families need to know, without `lists` and `pod_lists` (how containers get
             their devices), which `build` adds.
     """
 
-    nodes: ControlNodes = NONE_FOUND
+    control_nodes: ControlNodes = NONE_FOUND
     cdi: CdiFound = NO_CDI
     facts: NodeFacts = msgspec.field(default_factory=NodeFacts)
 
@@ -63,13 +63,14 @@ class Built(msgspec.Struct, frozen=True):
         origins: family → each of these attributes that a file has set → that file.
         limits: family → the limits that its library sets its containers.
         texts: file on the node → those of its texts that count (`plugin_files.texts_in_force`).
-        nodes: as in `Found`.
-        without_nodes: families whose containers would lack a device node that they need, see
-            `ControlNodes.trouble`.
+        control_nodes: as in `Found`.
+        without_control_nodes: families whose containers would lack a device node that they need,
+            see `ControlNodes.trouble`.
         blocked: family → why its pods must not be started now.
         uses_libraries: the backends whose libraries some containers get.
         services: family → what the library of its containers asks of the agent.
-        node_labels: see `BuiltFamily`, of all families that have some.
+        node_labels: the functions that make the labels for the Node which describe its GPUs, one of
+            each family that has some.
     """
 
     families: Families
@@ -78,15 +79,15 @@ class Built(msgspec.Struct, frozen=True):
     origins: Mapping[str, Mapping[str, str]] = msgspec.field(default_factory=dict)
     limits: Mapping[str, LibraryLimits] = msgspec.field(default_factory=dict)
     texts: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-    nodes: ControlNodes = NONE_FOUND
-    without_nodes: frozenset[str] = frozenset()
+    control_nodes: ControlNodes = NONE_FOUND
+    without_control_nodes: frozenset[str] = frozenset()
     blocked: Mapping[str, str] = msgspec.field(default_factory=dict)
     uses_libraries: frozenset[str] = frozenset()
     services: Mapping[str, LibraryServices] = msgspec.field(default_factory=dict)
     node_labels: tuple[Callable[[Inventory], Mapping[str, str] | None], ...] = ()
 
 
-async def look(
+async def look_at_node(
     settings: Settings,
     *,
     texts: Mapping[str, tuple[str, ...]],
@@ -108,7 +109,7 @@ async def look(
         late: grants of families whose pods decide are bound late.
         mps_view: where the agent sees the files of MPS control daemons.
     """
-    nodes = await asyncio.to_thread(find_control_nodes, settings)
+    control_nodes = await asyncio.to_thread(find_control_nodes, settings)
     found = dict(texts)
     unreadable: dict[str, str] = {}
     for file in (file for family in FAMILIES for file in family.files if not file.config_map):
@@ -126,10 +127,12 @@ async def look(
             unreadable |= {file.name: trouble} if trouble else {}
     facts = NodeFacts(
         late=late,
-        wsl=nodes.wsl,
+        wsl=control_nodes.wsl,
         libraries=libraries,
         cgroup_version=await asyncio.to_thread(_cgroup_version, settings.sysfs_root),
+        # whether the program is there that divides GPUs
         divides=await asyncio.to_thread(_divides, settings),
+        # the settings that a flag or a variable has set: they beat the files of a replaced plugin
         given=frozenset(
             path for path, origin in origins.items() if origin.startswith(("flag ", "environment "))
         ),
@@ -137,7 +140,7 @@ async def look(
         unreadable=unreadable,
         mps_view=mps_view,
     )
-    return Found(nodes, cdi, facts)
+    return Found(control_nodes=control_nodes, cdi=cdi, facts=facts)
 
 
 def build(settings: Settings, found: Found) -> Built:
@@ -151,35 +154,38 @@ def build(settings: Settings, found: Found) -> Built:
     id_families = tuple(itertools.chain.from_iterable(part.id_families for part in parts))
     pod_families = tuple(itertools.chain.from_iterable(part.pod_families for part in parts))
     idle = tuple(itertools.chain.from_iterable(part.idle for part in parts))
-    without_nodes: frozenset[str] = frozenset()
-    if found.nodes.trouble:
+    without_control_nodes: frozenset[str] = frozenset()
+    if found.control_nodes.trouble:
+        # `names_nodes`: the answers to containers name device nodes by their path
         lacking = [family.name for family in id_families] if lists.names_nodes else []
         lacking += [family.name for family in pod_families] if pod_lists.names_nodes else []
-        without_nodes = frozenset(lacking)
+        without_control_nodes = frozenset(lacking)
     part_of = {family.name: part for family, part in zip(FAMILIES, parts, strict=True)}
     return Built(
-        Families(id_families, pod_families, idle=idle),
-        tuple(itertools.chain.from_iterable(part.problems for part in parts)),
-        {name: part.in_force for name, part in part_of.items() if part.in_force},
-        {name: part.origins for name, part in part_of.items() if part.in_force},
-        {name: part.limits for name, part in part_of.items() if part.limits is not None},
-        {
+        families=Families(id_families=id_families, pod_families=pod_families, idle=idle),
+        problems=tuple(itertools.chain.from_iterable(part.problems for part in parts)),
+        in_force={name: part.in_force for name, part in part_of.items() if part.in_force},
+        origins={name: part.origins for name, part in part_of.items() if part.in_force},
+        limits={name: part.limits for name, part in part_of.items() if part.limits is not None},
+        texts={
             file.name: facts.texts.get(file.name, ())
             for family in FAMILIES
             for file in family.files
             if not file.config_map
         },
-        found.nodes,
-        without_nodes,
-        {
+        control_nodes=found.control_nodes,
+        without_control_nodes=without_control_nodes,
+        blocked={
             family.name: part.blocked
             for part in parts
             for family in part.pod_families
             if part.blocked
         },
-        frozenset(part.uses_library for part in parts if part.uses_library),
-        {name: part.services for name, part in part_of.items() if part.services != NO_SERVICES},
-        tuple(part.node_labels for part in parts if part.node_labels is not None),
+        uses_libraries=frozenset(part.uses_library for part in parts if part.uses_library),
+        services={
+            name: part.services for name, part in part_of.items() if part.services != NO_SERVICES
+        },
+        node_labels=tuple(part.node_labels for part in parts if part.node_labels is not None),
     )
 
 
@@ -194,7 +200,7 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
         cdi_id_strategy="uuid" if settings.cdi.source == "toolkit" else "",
         pass_device_specs=plugin.pass_device_specs,
         device_root=settings.gpu.dev_root or settings.gpu.driver_root,
-        control_nodes=found.nodes.paths,
+        control_nodes=found.control_nodes.paths,
         imex_channels=found.cdi.channels.ids,
         imex_root=found.cdi.channels.root,
         enabled=plugin.device_modes,

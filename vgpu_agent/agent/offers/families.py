@@ -13,11 +13,11 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.agent.offers.build import build, look
+from vgpu_agent.agent.offers.build import build, look_at_node
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.agent.offers.servers import check_offer
 from vgpu_agent.allocation.context import Families
-from vgpu_agent.allocation.mode import choose
+from vgpu_agent.allocation.mode import choose_mode
 from vgpu_agent.cdi.controller import NO_CDI
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.config.collisions import duplicate_remedy
@@ -102,14 +102,15 @@ class FamiliesInForce:
         self.cautions: tuple[str, ...] = ()
         self.missing_libraries: Mapping[str, str] = {}
         self._node_labels: tuple[Callable[[Inventory], Mapping[str, str] | None], ...] = ()
-        self._nodes = NONE_FOUND  # the control device nodes that the families were built with
+        # the control device nodes that the families were built with
+        self._control_nodes = NONE_FOUND
         # resources that the last call of `_offer` could not offer
         self._refused: frozenset[str] = frozenset()
         # the reasons why a library in use is older than the one that was delivered last
         self._outdated: tuple[str, ...] = ()
 
     @property
-    def on(self) -> tuple[tuple[str, bool], ...]:
+    def switched_on(self) -> tuple[tuple[str, bool], ...]:
         """The families that are switched on, each with whether its pods decide on the devices."""
         families = self._families
         return (
@@ -176,7 +177,7 @@ class FamiliesInForce:
             self._take_over(built, libraries)
             self.refresh()
 
-    async def watch_nodes(
+    async def watch_control_nodes(
         self, changed: Callable[[], Awaitable[None]], *, pause_seconds: float
     ) -> None:
         """Poll the control device nodes until cancelled;
@@ -186,7 +187,8 @@ class FamiliesInForce:
             await asyncio.sleep(pause_seconds)
             if (
                 self._settings.plugin.pass_device_specs
-                and await asyncio.to_thread(find_control_nodes, self._settings) != self._nodes
+                and await asyncio.to_thread(find_control_nodes, self._settings)
+                != self._control_nodes
             ):
                 await changed()
 
@@ -199,10 +201,10 @@ class FamiliesInForce:
         stay.
         """
         libraries = await self._libraries.install(settings)
-        mode = choose(settings.binding.mode, self._cluster.node) or self._allocator.mode
-        found = await look(
+        mode = choose_mode(settings.binding.mode, self._cluster.node) or self._allocator.mode
+        found = await look_at_node(
             settings,
-            texts=self._cluster.texts,
+            texts=self._cluster.plugin_texts,
             libraries=libraries,
             origins=self._origins,
             cdi=await self._cdi.look(settings) if self._cdi is not None else NO_CDI,
@@ -226,8 +228,8 @@ class FamiliesInForce:
                     )
             self._allocator.revision.advance()  # the Node shows these settings, too
         self.in_force, self.origins, self.limits = built.in_force, built.origins, built.limits
-        self._cluster.keep_texts(built.texts)
-        self._nodes, self._node_labels = built.nodes, built.node_labels
+        self._cluster.remember_plugin_texts(built.texts)
+        self._control_nodes, self._node_labels = built.control_nodes, built.node_labels
         if built.services != self.services.value:
             self.services.publish(built.services)
         self._choose_mode()
@@ -253,7 +255,7 @@ class FamiliesInForce:
         refused: dict[str, str] = {}
         id_families, pod_families = [], []
         for family in self._families.id_families:
-            short = family.shortfall(inventory)
+            short = family.shortfall(inventory)  # what of its settings these GPUs do not allow
             cautions += short.cautions
             problems = self._add(family, inventory, offered)
             refused |= {**short.refused, **problems}
@@ -282,7 +284,12 @@ class FamiliesInForce:
             *(family for family in self._families.id_families if family not in id_families),
         ]
         self._allocator.use_families(
-            Families(tuple(id_families), tuple(pod_families), tuple(paused), tuple(idle))
+            Families(
+                id_families=tuple(id_families),
+                pod_families=tuple(pod_families),
+                paused=tuple(paused),
+                idle=tuple(idle),
+            )
         )
         self._allocator.refresh_offer()
         self._caution(offered, cautions)
@@ -314,7 +321,7 @@ class FamiliesInForce:
             f"{one.name} and {other.name} have the same ids, as in the plugins that they come "
             "from; when a device changes its health, the kubelet (feature ResourceHealthStatus) "
             "may refresh the status of the other one's pod"
-            for one, other, _ in alike(offered)
+            for one, other, _ in alike(offered)  # pairs of resources with equal ids
         )
         library = () if self._offering.blocked else self._outdated
         found = (
@@ -333,7 +340,7 @@ class FamiliesInForce:
         check_offer(resource for family in families for resource in family.resources(inventory))
 
     def _choose_mode(self) -> None:
-        mode = choose(self._settings.binding.mode, self._cluster.node)
+        mode = choose_mode(self._settings.binding.mode, self._cluster.node)
         if mode != self._allocator.mode and mode is not None:
             how = "late" if mode.late else "early"
             self._journal.record(
@@ -354,7 +361,7 @@ class FamiliesInForce:
         blocked = (
             {}
             if any(gpu.integrated for gpu in self._inventory().gpus)
-            else dict.fromkeys(built.without_nodes, built.nodes.trouble)
+            else dict.fromkeys(built.without_control_nodes, built.control_nodes.trouble)
         )
         blocked |= built.blocked
         return blocked | (

@@ -52,9 +52,9 @@ class Offering:
     """The running plugin servers.
 
     State: one `DevicePlugin` and one supervised task for each offered resource that fits, and a
-    timer for each one that is withheld temporarily: only after ``patience_seconds`` is that logged
-    as an error. Changes come one at a time, because a server takes seconds to drain, and a second
-    change in between would start what the first has yet to stop.
+    timer for each one that is withheld temporarily: only after ``error_after_seconds`` is that
+    logged as an error. Changes come one at a time, because a server takes seconds to drain, and a
+    second change in between would start what the first has yet to stop.
     """
 
     def __init__(
@@ -65,20 +65,30 @@ class Offering:
         directory: DirectoryWatch,
         supervisor: Supervisor,
         journal: Journal,
-        patience_seconds: float,
+        error_after_seconds: float,
     ) -> None:
+        """Build it without a server.
+
+        Args:
+            ledger: has the offered resources.
+            allocator: answers the kubelet's calls.
+            directory: the kubelet's directory with the sockets.
+            supervisor: runs the servers.
+            journal: receives what is withheld, and why.
+            error_after_seconds: the time after which a temporary withholding is logged as an error.
+        """
         self._ledger = ledger
         self._allocator = allocator
         self._directory = directory
         self._supervisor = supervisor
         self._journal = journal
-        self._patience_seconds = patience_seconds
+        self._error_after_seconds = error_after_seconds
         self._waiting: dict[str, asyncio.TimerHandle] = {}
         self._plugins: dict[str, DevicePlugin] = {}
         self._changing = asyncio.Lock()
         self._closed = False
         # advances with each list that the kubelet is sent, and each stream that ends
-        self.lists = Revision()
+        self.lists_sent = Revision()
         # while it is not set, plugin servers are ready, and do not register
         self.may_register = asyncio.Event()
         self.may_register.set()
@@ -140,7 +150,7 @@ class Offering:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while any(plugin.last_sent is None for plugin in self._plugins.values()):
-                    await self.lists.newer_than(self.lists.version)
+                    await self.lists_sent.newer_than(self.lists_sent.version)
 
     def withhold(self, resource: str, why: Withheld) -> None:
         """Log once, and show in the readiness, why ``resource`` is not offered,
@@ -150,7 +160,7 @@ class Offering:
             self._end_wait(resource)
         elif resource not in self._waiting:
             self._waiting[resource] = asyncio.get_running_loop().call_later(
-                self._patience_seconds, self._complain, resource
+                self._error_after_seconds, self._complain, resource
             )
         if self.withheld.get(resource) != why.reason:
             self.withheld[resource] = why.reason
@@ -163,7 +173,7 @@ class Offering:
 
     def _complain(self, resource: str) -> None:
         """Log that a resource is still withheld although what it waits for should have come."""
-        reason = f"{self.withheld[resource]}, for {self._patience_seconds:g} s now"
+        reason = f"{self.withheld[resource]}, for {self._error_after_seconds:g} s now"
         self._journal.record("plugin.withheld", level="error", resource=resource, reason=reason)
 
     def _end_wait(self, resource: str) -> None:
@@ -228,11 +238,11 @@ class Offering:
         for name in wanted.keys() - self._plugins.keys():
             plugin = self._plugins[name] = DevicePlugin(
                 wanted[name],
-                self._allocator,
-                self._directory,
-                self._journal,
-                self.lists,
-                self.may_register,
+                backend=self._allocator,
+                directory=self._directory,
+                journal=self._journal,
+                lists=self.lists_sent,
+                may_register=self.may_register,
             )
             self._supervisor.start(_task(name), plugin.run)
         served = {plugin.resource.family for plugin in self._plugins.values()}
@@ -268,7 +278,9 @@ class Offering:
 
 
 def _options(resource: Resource) -> tuple[bool, bool]:
-    """Return the options that the kubelet receives once, when the resource is registered."""
+    """Return the options that the kubelet receives once, when the resource is registered: whether
+    it calls PreStartContainer, and whether GetPreferredAllocation.
+    """
     return resource.pre_start_required, resource.prefers
 
 

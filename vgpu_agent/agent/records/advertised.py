@@ -87,13 +87,13 @@ class ListedIds:
         *,
         servers: Callable[[], Iterable[Server]],
         pod_resources: PodResources,
-        kubelet: KubeletStatus,
+        kubelet_status: KubeletStatus,
         journal: Journal,
     ) -> None:
         self._servers = servers
         self._pod_resources = pod_resources
         self._longest_pause_seconds = max(server.RETRY_MAX_SECONDS, _SHORTEST_PAUSE_SECONDS)
-        self._kubelet = kubelet
+        self._kubelet_status = kubelet_status
         self._journal = journal
         self._histories: dict[str, _History] = {}
         # the `restarts_seen` of the kubelet that does not report its list; None without one
@@ -107,12 +107,12 @@ class ListedIds:
         offered = {
             server.status.resource: sent.offered for server in servers if (sent := server.last_sent)
         }
-        if not servers or self._silent_kubelet == self._kubelet.restarts_seen:
+        if not servers or self._silent_kubelet == self._kubelet_status.restarts_seen:
             return False
         try:
             listed = await self._pod_resources.allocatable(offered)
         except AllocatableUnsupportedError as err:
-            self._silent_kubelet = self._kubelet.restarts_seen
+            self._silent_kubelet = self._kubelet_status.restarts_seen
             _logger.debug("kubelet.allocatable_unsupported", reason=str(err))
             return False
         except KubeletError as err:
@@ -130,7 +130,9 @@ class ListedIds:
         ]
 
     def _look(self, server: Server, listed: frozenset[str] | SeenNumbers) -> bool:
-        """Compare the kubelet's list with the one sent; tell whether to look again soon."""
+        """Compare the kubelet's list with the one sent; tell whether to look again soon. Of
+        numbered ids, ``listed`` has the numbers alone (`SeenNumbers`).
+        """
         status, sent = server.status, server.last_sent
         history = self._histories.setdefault(
             status.resource, _History(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds))

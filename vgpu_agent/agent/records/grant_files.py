@@ -34,38 +34,38 @@ class GrantKeeping:
     def __init__(
         self,
         *,
-        directory: GrantDirectory,
+        grant_directory: GrantDirectory,
         allocator: Allocator,
         ledger: Ledger,
         pod_cache: PodCache,
-        directories: Sequence[str],
+        container_directories: Sequence[str],
         shared_directories: Sequence[str] = (),
         pause_seconds: float,
-        refresh: Callable[[], Awaitable[None]],
+        renew_offer: Callable[[], Awaitable[None]],
     ) -> None:
         """Build it.
 
         Args:
-            directory: the files of grants.
+            grant_directory: the files of grants.
             allocator: knows what should be there.
             ledger: knows the holders of ids.
             pod_cache: knows which pods there are.
-            directories: where each container has a directory of its own, or had one from an earlier
-                agent.
+            container_directories: where each container has a directory of its own, or had one from
+                an earlier agent.
             shared_directories: where a plugin that a family replaces has made such directories,
                 among other things.
             pause_seconds: the longest pause between two looks.
-            refresh: looks for a newer library of an isolation backend, which the operator may
-                supply at any time.
+            renew_offer: brings the offers up to date. In each pass, because it also looks for a
+                newer library of an isolation backend, which the operator may supply at any time.
         """
-        self._directory = directory
+        self._grant_directory = grant_directory
         self._allocator = allocator
         self._ledger = ledger
         self._pod_cache = pod_cache
-        self._directories = tuple(directories)
+        self._container_directories = tuple(container_directories)
         self._shared_directories = tuple(shared_directories)
         self._pause_seconds = pause_seconds
-        self._refresh = refresh
+        self._renew_offer = renew_offer
 
     async def load(self) -> None:
         """Read what an earlier agent has left.
@@ -73,14 +73,16 @@ class GrantKeeping:
         Raises:
             HostFileError: the directory cannot be read.
         """
-        await self._directory.load()
+        await self._grant_directory.load()
 
     async def restore(self) -> None:
         """Write what is missing, as after a reboot;
         each only while its ids still belong to the container that it was made for.
         """
-        await self._directory.restore(
-            self._allocator.late_start.deliveries(), self._allocator.late_start.is_current
+        await self._grant_directory.restore(
+            # the grant records that should be there, each with the edits and files of its grant
+            self._allocator.late_start.deliveries(),
+            self._allocator.late_start.is_current,
         )
 
     async def withdraw_foreign_specs(self) -> None:
@@ -90,15 +92,15 @@ class GrantKeeping:
         the kubelet omits it after its restart until we have registered again, and after the last
         registration of an orderly stop.
         """
-        for record in self._directory.records:
+        for record in self._grant_directory.records:
             if self._allocator.late_start.is_foreign(record):
-                await self._directory.withdraw(record)
+                await self._grant_directory.withdraw(record)
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Look until cancelled: soon after a change of the pods, and regularly."""
         while True:
             beat()
-            await self._refresh()
+            await self._renew_offer()
             await self.restore()
             await self.collect(beat)
             await self._watch_for_foreign_specs(self._pause_seconds, beat)
@@ -126,14 +128,14 @@ class GrantKeeping:
         """
         if not self._pod_cache.synced.is_set():
             return
-        await self._directory.collect(self._still_wanted, beat)
+        await self._grant_directory.collect(self._still_wanted, beat)
         # then the directories for which there is no grant record
-        for directory in self._directories:
-            await self._directory.sweep(
+        for directory in self._container_directories:
+            await self._grant_directory.sweep(
                 directory, lambda name: self._lives(name.partition("_")[0]), beat
             )
         for directory in self._shared_directories:
-            await self._directory.sweep(
+            await self._grant_directory.sweep(
                 directory,
                 lambda name: (
                     not _OF_A_CONTAINER.fullmatch(name) or self._lives(name.partition("_")[0])

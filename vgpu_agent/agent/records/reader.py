@@ -140,7 +140,7 @@ class KubeletRecordsReader:
         pod_resources: PodResources,
         checkpoint: Path,
         *,
-        with_answers: Callable[[], bool],
+        needs_all_answers: Callable[[], bool],
         pods: StartingPods,
     ) -> None:
         """Build it.
@@ -148,15 +148,15 @@ class KubeletRecordsReader:
         Args:
             pod_resources: the client of the kubelet's socket.
             checkpoint: the path of the kubelet's file.
-            with_answers: whether all stored answers are needed (early binding), not only those for
-                the ids in question.
-            pods: knows their names, the likely next start, and the resources of interest; the ids
-                of other resources are not read at all.
+            needs_all_answers: whether all stored answers are needed (early binding), not only those
+                for the ids in question.
+            pods: knows the names of pods, the likely next start, and the resources where pods
+                decide; the ids of other resources are not read at all.
         """
         self._pod_resources = pod_resources
         self._path = checkpoint
-        self._with_answers = with_answers
-        self._pods = pods
+        self._needs_all_answers = needs_all_answers
+        self._starting_pods = pods
         self._checkpoint = SharedReading(self._read_checkpoint)
         self._both = SharedReading(self._read_both)
 
@@ -211,11 +211,11 @@ class KubeletRecordsReader:
 
         The last is None where another pod was expected, or none.
         """
-        had, holders = self._before(resource, ids)
+        had, holders = self._by_last_reading(resource, ids)
         expected_now = (
             contextlib.nullcontext(had)
             if had
-            else self._pods.expected(resource, len(ids), excluding=holders)
+            else self._starting_pods.expected(resource, len(ids), excluding=holders)
         )
         with expected_now as expected:
             asked: asyncio.Task[tuple[Holding, ...] | None] | None = None
@@ -226,13 +226,13 @@ class KubeletRecordsReader:
                     )
                 checkpoint = await self._checkpoint()
                 about = checkpoint.about(resource, ids)
-                names = {self._pods.name(entry.pod_uid) for entry in about}
+                names = {self._starting_pods.name_of(entry.pod_uid) for entry in about}
                 if asked is not None and names != {expected}:
                     asked.cancel()  # its answer would not count, and it may take seconds
                     asked = None
         return checkpoint, about, names, asked
 
-    def _before(
+    def _by_last_reading(
         self, resource: str, ids: frozenset[str]
     ) -> tuple[tuple[str, str] | None, frozenset[tuple[str, str]]]:
         """Return, by the last reading, the pod that had ``ids``,
@@ -244,19 +244,22 @@ class KubeletRecordsReader:
         if (last := self._checkpoint.last) is None:
             return None, frozenset()
         uids = {entry.pod_uid for entry in last.about(resource, ids)}
-        had = self._pods.name(uids.pop(), live=True) if len(uids) == 1 else None
+        had = self._starting_pods.name_of(uids.pop(), live=True) if len(uids) == 1 else None
         return had, last.containers_with(resource)
 
     async def _get(self, pods: Collection[tuple[str, str]]) -> tuple[Holding, ...] | None:
         """Return pod-resources' records of ``pods``; None when it cannot answer for single pods."""
         try:
-            return await self._pod_resources.get(pods, self._pods.resources.__contains__)
+            return await self._pod_resources.get(pods, self._is_wanted)
         except KubeletError:
             return None
 
+    def _is_wanted(self, resource: str) -> bool:
+        return resource in self._starting_pods.decided_by_pod
+
     async def _read_both(self) -> tuple[_Checkpoint, _Listed]:
         try:
-            listed = _Listed(await self._pod_resources.list(self._pods.resources.__contains__))
+            listed = _Listed(await self._pod_resources.list(self._is_wanted))
         except KubeletError as err:
             listed = _Listed(None, str(err))
         # After List, which makes the kubelet forget ended pods, so that fewer of them are still in
@@ -265,7 +268,7 @@ class KubeletRecordsReader:
 
     async def _read_checkpoint(self) -> _Checkpoint:
         try:
-            return _Checkpoint(await read_checkpoint(self._path, self._pods.resources.__contains__))
+            return _Checkpoint(await read_checkpoint(self._path, self._is_wanted))
         except CheckpointError as err:
             return _Checkpoint(None, str(err))
 
@@ -279,7 +282,7 @@ class KubeletRecordsReader:
     ) -> KubeletEvidence:
         trouble = [each for each in (listed.trouble, checkpoint.trouble) if each]
         answers = {}
-        for entry in checkpoint.entries or () if self._with_answers() else about:
+        for entry in checkpoint.entries or () if self._needs_all_answers() else about:
             if not entry.alloc_resp:
                 continue
             try:

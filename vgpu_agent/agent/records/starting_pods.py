@@ -57,25 +57,25 @@ class StartingPods:
         self._clock = clock
         self._offered: tuple[Resource, ...] = ()
         # computed from `_offered`; the same object until the offer changes
-        self._resources = frozenset[str]()
+        self._decided_by_pod = frozenset[str]()
         self._asked_about: set[tuple[str, str]] = set()
         self._pending_since: dict[str, float] = {}
 
     @property
-    def resources(self) -> frozenset[str]:
+    def decided_by_pod(self) -> frozenset[str]:
         """The resources whose ids get their meaning from the pod, e.g. from its annotations."""
         if self._offered is not self._ledger.resources:
             self._offered = self._ledger.resources
-            self._resources = frozenset(
+            self._decided_by_pod = frozenset(
                 offer.name for offer in self._offered if offer.decided_by is Decider.POD
             )
-        return self._resources
+        return self._decided_by_pod
 
-    def any(self) -> bool:
-        """Tell whether the kubelet is starting pods that ask for one of `resources`. Pods that have
-        been pending for longer than `pod_publisher.STARTS_FIRST_SECONDS` do not count.
+    def any_starting(self) -> bool:
+        """Tell whether the kubelet is starting pods that ask for one of `decided_by_pod`. Pods that
+        have been pending for longer than `pod_publisher.STARTS_FIRST_SECONDS` do not count.
         """
-        wanted, now = self.resources, self._clock()
+        wanted, now = self.decided_by_pod, self._clock()
         pending = [
             pod.kubelet_uid
             for pod in self._pod_cache.pods
@@ -89,9 +89,10 @@ class StartingPods:
             for since in self._pending_since.values()
         )
 
-    def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
-        """Return (namespace, name) of the pod that has this UID in the kubelet; None when it is not
-        in the cache, or with ``live`` when it has ended.
+    def name_of(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
+        """Return (namespace, name) of the pod that has this UID in the kubelet (that of a static
+        pod differs in the API server); None when it is not in the cache, or with ``live`` when it
+        has ended.
         """
         pod = self._pod_cache.get(pod_uid)
         return (pod.namespace, pod.name) if pod and not (live and pod.ended) else None
@@ -117,7 +118,7 @@ class StartingPods:
             return
         self._asked_about.add(found)
         try:
-            yield self.name(found[0])
+            yield self.name_of(found[0])
         finally:
             self._asked_about.discard(found)
 

@@ -77,33 +77,42 @@ class Verification:
         *,
         allocator: Allocator,
         ledger: Ledger,
-        settings: Kubelet,
-        kubelet: KubeletStatus,
+        kubelet_settings: Kubelet,
+        kubelet_status: KubeletStatus,
         pod_resources: PodResources,
         pod_cache: PodCache,
         journal: Journal,
         servers: Callable[[], Iterable[Server]],
-        kubelet_age: Callable[[], float],
+        kubelet_age_seconds: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Build the loop.
 
-        ``kubelet_age`` returns the seconds since the kubelet started; it may block. ``clock`` is
-        the ledger's.
+        Args:
+            allocator: applies the records to the ledger (`confirm`).
+            ledger: the ledger.
+            kubelet_settings: the settings about the kubelet.
+            kubelet_status: what is known of the kubelet; gets the faults of its records.
+            pod_resources: the client of the kubelet's socket.
+            pod_cache: the pods of this node.
+            journal: receives what was corrected.
+            servers: returns the running plugin servers.
+            kubelet_age_seconds: returns the seconds since the kubelet started; it may block.
+            clock: that of the ledger, monotonic seconds.
         """
         self._allocator = allocator
         self._ledger = ledger
         self._pod_cache = pod_cache
-        self._settings = settings
-        self._kubelet = kubelet
+        self._kubelet_settings = kubelet_settings
+        self._kubelet_status = kubelet_status
         self._journal = journal
         self._clock = clock
         self._pod_resources = pod_resources
-        self._kubelet_age = kubelet_age
+        self._kubelet_age_seconds = kubelet_age_seconds
         self._listed = ListedIds(
             servers=servers,
             pod_resources=self._pod_resources,
-            kubelet=kubelet,
+            kubelet_status=kubelet_status,
             journal=journal,
         )
         self._restarts_seen = 0
@@ -128,7 +137,9 @@ class Verification:
         """
         await self._verify(initial=True)
         self._journal.record(
-            "ledger.rebuilt", grants=len(self._ledger.grants), trouble=self._kubelet.records_trouble
+            "ledger.rebuilt",
+            grants=len(self._ledger.grants),
+            trouble=self._kubelet_status.records_trouble,
         )
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -148,7 +159,7 @@ class Verification:
             await asyncio.to_thread(_release_memory)
             if differs or self._ledger.in_doubt:
                 pause = 2 * _SHORTEST_PAUSE_SECONDS  # the next pass settles the difference
-            elif self._allocator.unconfirmed():
+            elif self._allocator.unconfirmed():  # bookings that the kubelet has not confirmed
                 pause = min(pause * 2, VERIFY_SECONDS)
             else:
                 pause = VERIFY_SECONDS
@@ -165,7 +176,7 @@ class Verification:
         until = loop.time() + seconds
         first_at: float | None = None
         revision: Revision = self._ledger.revision
-        newest, woken = self._ledger.newest, False  # the number of the last booking
+        newest, woken = self._ledger.newest, False  # newest: the number of the last booking
         while (left := until - loop.time()) > 0:
             version, pods = revision.version, self._pod_cache.revision.version
             if (ends_in := self._seconds_to_ends()) <= 0:
@@ -211,11 +222,13 @@ class Verification:
             self._ends.pending(),
         )
         # resources that are only there for schedulers to count: the ledger has no grants of them
-        counted = frozenset(
+        only_counted = frozenset(
             offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
         )
         records = await read_records(
-            self._pod_resources, self._settings.checkpoint_path, lambda name: name not in counted
+            self._pod_resources,
+            self._kubelet_settings.checkpoint_path,
+            wanted=lambda name: name not in only_counted,
         )
         now, shown_at = self._clock(), time.time()
         listed = (
@@ -225,30 +238,33 @@ class Verification:
         )
         if records.complete and self._lists_all_at == math.inf:
             self._lists_all_at = now + max(
-                0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age)
+                0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age_seconds)
             )
         if initial and now < self._lists_all_at:
             records = msgspec.structs.replace(
-                records, holdings=(*records.holdings, *self._of_live_pods(unlisted(records)))
+                records,
+                # and what only the checkpoint shows
+                holdings=(*records.holdings, *self._of_live_pods(unlisted(records))),
             )
-        if records.trouble and records.trouble != self._kubelet.records_trouble:
+        if records.trouble and records.trouble != self._kubelet_status.records_trouble:
             self._journal.record(
                 "kubelet.records_incomplete", level="warning", reason=records.trouble
             )
-        self._kubelet.records_trouble, self._kubelet.records_read_at = records.trouble, shown_at
-        if self._kubelet.restarts_seen != self._restarts_seen:
-            self._restarts_seen, self._restarted_at = self._kubelet.restarts_seen, now
+        status = self._kubelet_status
+        status.records_trouble, status.records_read_at = records.trouble, shown_at
+        if status.restarts_seen != self._restarts_seen:
+            self._restarts_seen, self._restarted_at = status.restarts_seen, now
         drift = self._allocator.confirm(
             records,
             reservation_seconds=RESERVATION_SECONDS,
-            newest=newest,
+            newest=newest,  # of bookings after this one the records say nothing
             initial=initial,
             # A kubelet that has just come back does not list its pods until it has received them
             # again.
             may_release=now - self._restarted_at > RESERVATION_SECONDS,
             has_ended=lambda grant: self._ends.has_ended(grant, records),
             ended_only=ended_only,
-            kept=self._kept(records, now),
+            kept=self._kept(records, now),  # may be missing in the records
         )
         if initial:
             self._unlisted = {grant.number for grant in self._ledger.grants}

@@ -19,7 +19,7 @@ from vgpu_agent.families.family import Shortfall
 from vgpu_agent.families.nvidia.devices import named_devices
 from vgpu_agent.families.nvidia.options import ALL, AUTOMATIC, GPU_RESOURCE
 from vgpu_agent.families.nvidia.settings import FAMILY
-from vgpu_agent.isolation.mps import why_not
+from vgpu_agent.isolation.mps import why_not_by_mps
 from vgpu_agent.model import Resource, SharingMode
 
 if TYPE_CHECKING:
@@ -250,4 +250,4 @@ def _why_not_offered(resource: Resource, members: Sequence[_Part], inventory: In
             f"{whole[0].shown} would be offered whole under the name of those that are shared by "
             "MPS; give the entry of sharing.mps a rename, or devices: all"
         )
-    return why_not(resource, inventory)
+    return why_not_by_mps(resource, inventory)
