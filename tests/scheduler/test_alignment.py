@@ -47,17 +47,17 @@ class Cluster:
             api=Server(),
             journal=Journal(),
             grace_seconds=GRACE_SECONDS,
-            known=self.known,
+            known_pods=self.known,
             metrics=self.metrics,
         )
         self.verb = Preemption(
             book=self.book,
             family=family,
             read_pod=self.read_pod,
-            known=self.known,
+            known_pods=self.known,
             alignment=self.extender.alignment,
             budgets=Budgets(),
-            counted=self.extender.resources,
+            resources_of_node=self.extender.resources_of_node,
             journal=Journal(),
             metrics=self.metrics,
         )

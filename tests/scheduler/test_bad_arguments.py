@@ -397,7 +397,7 @@ def test_any_node_is_fit_or_unfit_and_harms_no_other(
             )
             assert both["Error"] == ""
             assert both["NodeNames"] or mode == "link-strict"
-        cluster.extender.show()
+        cluster.extender.update_gauges()
 
     asyncio.run(ask())
 
@@ -451,8 +451,8 @@ async def test_memory_stays_bounded_by_what_there_is() -> None:
             "states": sum(len(each.by_taken) for each in book._states.values()),
             "promises": len(extender._promises),
             "unreadable": len(extender._unreadable),
-            "known pods": len(extender._known._pods),
-            "groups": len(extender._known._groups),
+            "known pods": len(extender._known_pods._pods),
+            "groups": len(extender._known_pods._groups),
             "names": len(extender.records._names),
             "resources": len(extender._resources),
         }
@@ -480,7 +480,7 @@ async def test_memory_stays_bounded_by_what_there_is() -> None:
         extender.forget_node(node)
         extender.forget_pod(f"uid-b{number}")
         extender.filter(written({"Pod": wanted, "NodeNames": [f"x{number}"], name: name}))
-        extender.show()
+        extender.update_gauges()
     slots = 20
     assert count()["promises"] <= slots
     assert len(book._verdicts) <= 128

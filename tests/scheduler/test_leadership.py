@@ -155,7 +155,7 @@ class Candidate:
             name="vgpu-scheduler",
             identity=name,
             journal=self.journal,
-            changed=self.roles.append,
+            on_change=self.roles.append,
             clock=clock,
         )
         self._task: asyncio.Task[None] | None = None

@@ -54,16 +54,16 @@ class Cluster:
             api=Server(),
             journal=self.journal,
             grace_seconds=GRACE_SECONDS,
-            known=self.known,
+            known_pods=self.known,
         )
         self.verb = Preemption(
             book=self.book,
             family=family,
             read_pod=read_pod,
-            known=self.known,
+            known_pods=self.known,
             alignment=self.extender.alignment,
             budgets=self.budgets,
-            counted=self.extender.resources,
+            resources_of_node=self.extender.resources_of_node,
             journal=self.journal,
             metrics=self.metrics,
             events=PodEvents(self),  # type: ignore[arg-type]

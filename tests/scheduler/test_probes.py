@@ -109,7 +109,7 @@ async def test_a_watch_that_fails_is_in_the_metrics(monkeypatch: pytest.MonkeyPa
     constants.use(monkeypatch, QUICK)
     async with ApiServer() as server, _serving(server.url, None) as service:
         service._pods.status.failing_since = time.time() - 100
-        service._show()
+        service._update_gauges()
         text = service.metrics.text("")[0].decode()
     name = "vgpu_scheduler_watch_failing_seconds"
     shown = dict(re.findall(name + r'\{watch="(\w+)"\} ([0-9.]+)', text))

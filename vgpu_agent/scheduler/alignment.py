@@ -40,17 +40,17 @@ class Alignment:
     """Places pods beside their peers; see the module. No state of its own."""
 
     def __init__(
-        self, book: Book, known: KnownPods, number_resource: str, metrics: Metrics
+        self, book: Book, known_pods: KnownPods, number_resource: str, metrics: Metrics
     ) -> None:
         """Build it.
 
         Args:
             book: the cards of all Nodes.
-            known: what is known of pods.
+            known_pods: what is known of pods.
             number_resource: the resource that a pod must ask for to get cards.
             metrics: counts the results.
         """
-        self._book, self._known, self._number_resource = book, known, number_resource
+        self._book, self._known_pods, self._number_resource = book, known_pods, number_resource
         self._metrics = metrics
 
     def choose(self, pod: Pod, demand: Demand, names: Iterable[str]) -> Choice:
@@ -58,7 +58,7 @@ class Alignment:
         peers = self._peers(pod, demand)
         if not peers:
             return self._book.choose(demand, names)
-        waiting = sum(self._is_waiting(uid) for uid in peers)
+        waiting = sum(self._is_waiting(uid) for uid in peers)  # peers that have no cards yet
         choice, nearness = choose_aligned(self._book, demand, list(names), peers, waiting)
         # Peers that do not wait may have no cards either: those that ask for none.
         if choice.node and any(self._book.holding(uid) is not None for uid in peers):
@@ -67,7 +67,7 @@ class Alignment:
 
     def survey(self, pod: Pod, demand: Demand, named: Iterable[Reason]) -> Survey:
         """Compare a pod with all Nodes that have cards, not only with those that a scheduler has
-        named; see `Book.survey`.
+        named; ``named`` are the reasons of those. See `Book.survey`.
         """
         return survey_aligned(self._book, demand, self._peers(pod, demand), named)
 
@@ -85,11 +85,11 @@ class Alignment:
     def _peers(self, pod: Pod, demand: Demand) -> Sequence[str]:
         if not demand.aligned or pod.scheduling is None:
             return ()
-        return self._known.peers(pod.uid, pod.scheduling.group)
+        return self._known_pods.peers(pod.uid, pod.scheduling.group)
 
     def _is_waiting(self, uid: str) -> bool:
         """Tell whether a pod asks for cards and has none yet."""
-        known = self._known.get(uid)
+        known = self._known_pods.get(uid)
         if known is None or known.node or self._book.holding(uid) is not None:
             return False
         return any(name == self._number_resource for name, _ in known.facts.requests or ())

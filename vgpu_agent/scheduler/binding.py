@@ -82,7 +82,14 @@ class Bindings:
                     del written[probe]
             await self._patch(pod, {"labels": written})
             check()
-        await self.post(pod.namespace, pod.name, pod.uid, node, _texts(state.annotations), labels)
+        await self.post(
+            pod.namespace,
+            pod.name,
+            pod.uid,
+            node,
+            annotations=_texts(state.annotations),
+            labels=labels,
+        )
 
     async def post(
         self,
@@ -90,6 +97,7 @@ class Bindings:
         name: str,
         uid: str,
         node: str,
+        *,
         annotations: Mapping[str, str],
         labels: Mapping[str, str],
     ) -> None:
@@ -111,14 +119,14 @@ class Bindings:
             },
         )
 
-    def seen(self, pod: Pod, state: DesiredPod) -> None:
+    def note_bound(self, pod: Pod, state: DesiredPod) -> None:
         """Compare a bound pod, as the watch shows it, with the state that it was bound with."""
         labels = _texts(state.labels)
         missing = labels.keys() - pod.labels.keys()
         if any(pod.labels[key] != labels[key] for key in labels.keys() - missing):
             return  # the agent of its Node has changed a label since
         if missing:
-            if self._takes_labels is not False:
+            if self._takes_labels is not False:  # not known to leave them out
                 self._journal.record("scheduler.labels_not_bound", pod=pod.full_name)
             self._takes_labels = False
             task = asyncio.get_running_loop().create_task(self._write_late(pod, labels))

@@ -179,19 +179,25 @@ def capacity(views: Sequence[NodeView]) -> Generator[None, None, Capacity]:
     yield from types.add_up()
     found = types.found()
     largest = Largest(
-        max((each.largest.memory_mib for each in found), default=0),
-        max((each.largest.cores_percent for each in found), default=0),
-        types.whole_cards,
+        memory_mib=max((each.largest.memory_mib for each in found), default=0),
+        cores_percent=max((each.largest.cores_percent for each in found), default=0),
+        whole_cards=types.whole_cards,
     )
     return Capacity(
-        len(views),
-        sum(map(len, unfit.values())),
-        sum(len(view.holdings) for view in views),
-        largest,
-        _sum([each.cards for each in found]),
-        tuple(found),
-        tuple(
-            UnfitNodes(reason.name, reason.value, note, len(names), tuple(names[:MAX_NAMES]))
+        nodes=len(views),
+        unfit_nodes=sum(map(len, unfit.values())),
+        pods=sum(len(view.holdings) for view in views),
+        largest=largest,
+        cards=_sum([each.cards for each in found]),
+        types=tuple(found),
+        unfit=tuple(
+            UnfitNodes(
+                code=reason.name,
+                reason=reason.value,
+                note=note,
+                nodes=len(names),
+                names=tuple(names[:MAX_NAMES]),
+            )
             for (reason, note), names in sorted(unfit.items(), key=lambda each: -len(each[1]))
         ),
     )
@@ -216,7 +222,8 @@ class _Types:
     def __init__(self) -> None:
         self.whole_cards = 0
         self._types: dict[str, CardType] = {}
-        # kind of a card and the unit of its Node → what is taken → cards
+        # kind of a card, and the MiB that one unit of memory stands for on its Node → what is taken
+        # (slots, memory, compute) → the number of such cards
         self._taken: dict[tuple[Card, int], collections.Counter[Amounts]] = {}
         self._buckets: dict[str, collections.Counter[int]] = {}
 
@@ -253,11 +260,10 @@ class _Types:
             else:
                 found.cards.unhealthy += count
             return
-        free = (
-            max(card.slots - taken[0], 0),
-            max(card.memory_mib - taken[1], 0),
-            max(card.cores_percent - taken[2], 0),
-        )
+        slots, memory_mib, cores_percent = taken
+        free_mib = max(card.memory_mib - memory_mib, 0)
+        free_cores_percent = max(card.cores_percent - cores_percent, 0)
+        free = max(card.slots - slots, 0), free_mib, free_cores_percent
         is_usable = min(free) > 0
         for amount, total, left in zip(
             (found.slots, found.memory_mib, found.cores_percent),
@@ -277,11 +283,11 @@ class _Types:
             found.cards.untouched += count
         else:
             found.cards.partly += count
-        self._buckets[card.model][bisect.bisect_right(BUCKETS_MIB, free[1]) - 1] += count
+        self._buckets[card.model][bisect.bisect_right(BUCKETS_MIB, free_mib) - 1] += count
         largest = found.largest
-        largest.memory_mib = max(largest.memory_mib, free[1] // memory_factor * memory_factor)
-        if free[1] >= memory_factor:
-            largest.cores_percent = max(largest.cores_percent, min(free[2], 100))
+        largest.memory_mib = max(largest.memory_mib, free_mib // memory_factor * memory_factor)
+        if free_mib >= memory_factor:
+            largest.cores_percent = max(largest.cores_percent, min(free_cores_percent, 100))
 
     def _add_whole(self, taken: Sequence[Amounts], whole: Mapping[str, Sequence[int]]) -> None:
         """Record how many cards of a Node no pod uses, by type and in total. ``whole`` has the

@@ -72,8 +72,8 @@ class FilterDryRun:
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {pod.node} already")
         if (wanted := self._family.read_demand(pod)) is None:
             return FilterResult(
-                {"items": arguments.nodes.items or []} if arguments.nodes else None,
-                arguments.node_names,
+                nodes={"items": arguments.nodes.items or []} if arguments.nodes else None,
+                node_names=arguments.node_names,
             )
         candidates = arguments.candidates()
         if not candidates:
@@ -82,9 +82,10 @@ class FilterDryRun:
         failed = {name: _text(refusal) for name, refusal in refusals.items() if refusal}
         fitting = [name for name in candidates if name not in failed]
         if arguments.node_names is not None:
-            return FilterResult(None, fitting, failed)
+            return FilterResult(node_names=fitting, failed_nodes=failed)
         objects = (candidates[name] for name in fitting)
-        return FilterResult({"items": [each for each in objects if each is not None]}, None, failed)
+        items = [each for each in objects if each is not None]
+        return FilterResult(nodes={"items": items}, failed_nodes=failed)
 
     def _refusals(
         self, pod: Pod, demand: Demand, candidates: Mapping[str, msgspec.Raw | None]

@@ -207,9 +207,10 @@ def _about(
     demand, keys = wanted.demand, facts.family.key_names
     groups = yield from survey.grouped(demand, facts.views)
     fitting = sum(len(group.views) for group in groups if group.fits)
+    # how many such pods fit, one after the other
     copies = yield from survey.copies(groups, demand, is_over)
     is_placed = facts.pod.node or facts.kept is not None
-    if_empty = fitting
+    if_empty = fitting  # the number of Nodes on which it would fit without other pods
     missing: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     if not is_placed:
@@ -218,7 +219,7 @@ def _about(
         empty = yield from survey.grouped(demand, survey.emptied(facts.views))
         if_empty = sum(len(group.views) for group in empty if group.fits)
         tried = yield from survey.changes(demand, facts.views, is_over)
-        changes = shortage.options(tried, demand, keys)
+        changes = shortage.possible_changes(tried, demand, keys)
     if facts.pod.node:
         situation = Situation.BOUND
     elif facts.kept is not None:
@@ -237,18 +238,18 @@ def _about(
     rows = yield from _rows(demand, groups, every_node=every_node)
     shown = rows if every_node else rows[:MAX_ROWS]
     return Explanation(
-        facts.pod.full_name,
-        situation.value,
-        answer,
-        tuple(_request(wanted, facts.views, keys)),
-        missing,
-        changes,
-        copies.count,
-        copies.is_exact,
-        len(facts.views),
-        fitting,
-        tuple(shown),
-        len(rows) - len(shown),
+        pod=facts.pod.full_name,
+        situation=situation.value,
+        answer=answer,
+        request=tuple(_request(wanted, facts.views, keys)),
+        missing=missing,
+        changes=changes,
+        fitting_pods=copies.count,
+        fitting_pods_is_exact=copies.is_exact,
+        nodes=len(facts.views),
+        fitting_nodes=fitting,
+        table=tuple(shown),
+        left_out=len(rows) - len(shown),
     )
 
 
@@ -394,6 +395,7 @@ def _room(
 
 def _near(demand: Demand, keys: KeyNames) -> Iterator[str]:
     """Say that the figures leave out a condition: the pod must be near its peers."""
+    # `aligned`: it asks to be placed near its peers
     if demand.aligned and demand.topology_mode == LINK_STRICT:
         yield (
             "Once another pod of its group has cards, it goes only to cards near those "
@@ -539,7 +541,17 @@ def _rows(
     for (code, reason, note, _, _), row in found.items():
         cards, names = dict(row.cards.most_common()), tuple(sorted(row.names))
         rows.append(
-            Row(code, reason, cards, note, row.nodes, names, row.memory, row.cores, row.untouched)
+            Row(
+                code=code,
+                reason=reason,
+                cards=cards,
+                note=note,
+                nodes=row.nodes,
+                names=names,
+                largest_free_mib=row.memory,
+                largest_free_cores_percent=row.cores,
+                untouched_cards=row.untouched,
+            )
         )
         yield
     if every_node:

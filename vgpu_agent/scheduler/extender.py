@@ -161,7 +161,7 @@ class Extender:
         clock: Callable[[], float] = time.time,
         metrics: Metrics | None = None,
         events: PodEvents | None = None,
-        known: KnownPods | None = None,
+        known_pods: KnownPods | None = None,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         """Build it.
@@ -176,13 +176,13 @@ class Extender:
             clock: unix seconds.
             metrics: counts what is done.
             events: writes events about pods; None writes none.
-            known: receives the facts about pods beside their cards.
+            known_pods: receives the facts about pods beside their cards.
             leads: tells whether this extender may bind pods now.
         """
         self._leads = leads
         self._metrics, self._events = metrics or Metrics(), events
-        self._known = KnownPods() if known is None else known
-        self.alignment = Alignment(book, self._known, family.number_resource, self._metrics)
+        self._known_pods = KnownPods() if known_pods is None else known_pods
+        self.alignment = Alignment(book, self._known_pods, family.number_resource, self._metrics)
         self._book, self._family, self._read_pod = book, family, read_pod
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
@@ -208,7 +208,7 @@ class Extender:
         self._book.remove_node(name)
         self._resources.pop(name, None)
 
-    def resources(self, name: str) -> frozenset[str]:
+    def resources_of_node(self, name: str) -> frozenset[str]:
         """Return the resources in a Node's ``allocatable``."""
         return self._resources.get(name, frozenset())
 
@@ -220,7 +220,7 @@ class Extender:
         pod keeps the cards that it held. Only claims of further containers count, which an agent
         adds one after the other.
         """
-        self._known.see(pod)
+        self._known_pods.see(pod)
         if not pod.node and not pod.ended:
             return
         holding = None
@@ -236,7 +236,7 @@ class Extender:
                 )
         promise = self._promises.pop(pod.uid, None)
         if promise is not None and promise.state and pod.node == promise.holding.node:
-            self._bindings.seen(pod, promise.state)
+            self._bindings.note_bound(pod, promise.state)
         held = self._book.holding(pod.uid)
         if held is not None and held.node == pod.node and not pod.ended:
             # a promise without a bind says nothing about a pod that another scheduler has bound
@@ -247,12 +247,12 @@ class Extender:
             self._book.release(pod.uid)
         else:
             self._book.hold(pod.uid, holding)
-            self.records.holds(pod)
+            self.records.note_holder(pod)
 
     def forget_pod(self, uid: str) -> None:
         """Forget a pod that was deleted or has ended."""
         self._unreadable.over(uid)
-        self._known.forget(uid)
+        self._known_pods.forget(uid)
         self._refused.pop(uid, None)
         self._promises.pop(uid, None)
         self._book.release(uid)
@@ -314,7 +314,7 @@ class Extender:
             raise
         return found if found.uid == pod.uid else None
 
-    def show(self) -> None:
+    def update_gauges(self) -> None:
         """Update the gauges of promises and Nodes."""
         self._metrics.promises.set(len(self._promises))
         self._metrics.show_nodes(self._book.node_states())
@@ -326,7 +326,7 @@ class Extender:
         if (promise := self._promises.get(uid)) is None:
             return None
         left = promise.until - asyncio.get_running_loop().time()
-        return Kept(promise.holding, max(left, 0.0), promise.binding)
+        return Kept(promise.holding, seconds=max(left, 0.0), binding=promise.binding)
 
     def name_of(self, uid: str) -> str:
         """Return ``namespace/name`` of a pod that holds cards; its UID where it is not known."""
@@ -366,10 +366,10 @@ class Extender:
             raise
         if wanted is None:
             return FilterResult(
-                {"items": arguments.nodes.items or []} if arguments.nodes else None,
-                arguments.node_names,
+                nodes={"items": arguments.nodes.items or []} if arguments.nodes else None,
+                node_names=arguments.node_names,
             )
-        if self._events is not None and (wrong := self._family.misspelt(pod)):
+        if self._events is not None and (wrong := self._family.misspelt(pod)):  # its policies
             self._events.policy_invalid(pod, wrong)
         candidates = arguments.candidates()
         if not candidates:
@@ -379,12 +379,16 @@ class Extender:
             # kube-scheduler is behind; to place the pod again would free the cards that it has
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {held.node} already")
         choice = self._kept(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
-        self.records.filtered(pod, len(candidates), choice.node)
+        self.records.note_filter_call(pod, len(candidates), choice.node)
         failed = self._failed(pod, wanted, candidates, choice)
         if arguments.node_names is not None:
-            return FilterResult(None, [choice.node] if choice.node else [], failed)
+            return FilterResult(
+                node_names=[choice.node] if choice.node else [], failed_nodes=failed
+            )
         chosen = candidates.get(choice.node) if choice.node else None
-        return FilterResult({"items": [] if chosen is None else [chosen]}, None, failed)
+        return FilterResult(
+            nodes={"items": [] if chosen is None else [chosen]}, failed_nodes=failed
+        )
 
     def _failed(
         self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object], choice: Choice
@@ -417,7 +421,7 @@ class Extender:
         node = promise.holding.node
         if node in candidates and promise.wanted == wanted and self._book.can_keep(pod.uid):
             promise.until = asyncio.get_running_loop().time() + self._grace_seconds
-            return Choice(node, promise.holding, {})
+            return Choice(node=node, holding=promise.holding, reasons={})
         if promise.binding:
             raise RequestRefusedError(
                 f"the API server has not said whether pod {pod.full_name} was bound to {node}; "
@@ -432,12 +436,13 @@ class Extender:
             choice = self.alignment.choose(pod, wanted.demand, candidates)
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
+            # The fallback says what the cards have where the topology mode could not be followed.
             self._metrics.count_placed(wanted.demand, choice.fallback)
             if choice.fallback and self._events is not None:
                 mode = wanted.demand.topology_mode
                 self._events.fell_back(pod, choice.node, mode, choice.fallback)
             self._promise(pod, choice.holding, wanted)
-            self._known.promise(pod)
+            self._known_pods.promise(pod)
             self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
             if self._events is not None:
                 self._events.matched(pod, choice.node)
@@ -487,7 +492,7 @@ class Extender:
     def _end_promise(self, uid: str) -> None:
         if self._promises.pop(uid, None) is not None:
             self._book.release(uid)
-            self._known.end_promise(uid)
+            self._known_pods.end_promise(uid)
 
     # -- bind --------------------------------------------------------------------------------------
 
@@ -509,11 +514,11 @@ class Extender:
             await self._bind_without_cards(arguments)
             return
         self._check(arguments, promise)
-        numbers = self._book.numbers(arguments.node)
+        numbers = self._book.numbers(arguments.node)  # UUID → number of the card on that Node
         # Distinct and in order, because plugins tell pods apart by it (vgpu-manager §7.1).
         self._last_bind_ns = max(int(self._clock() * 1e9), self._last_bind_ns + 1)
         state = self._family.when_bound(
-            promise.wanted, promise.holding, numbers, self._last_bind_ns
+            promise.wanted, promise.holding, numbers, now_ns=self._last_bind_ns
         )
         may_be_bound, promise.binding, promise.under_way = promise.binding, True, True
         promise.state = state
@@ -592,7 +597,12 @@ class Extender:
             with contextlib.suppress(RequestRefusedError):
                 if self._family.read_demand(pod) is None:
                     await self._bindings.post(
-                        pod.namespace, pod.name, pod.uid, arguments.node, {}, {}
+                        pod.namespace,
+                        pod.name,
+                        pod.uid,
+                        arguments.node,
+                        annotations={},
+                        labels={},
                     )
                     return
         raise RequestRefusedError(

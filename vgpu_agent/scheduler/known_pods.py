@@ -33,7 +33,8 @@ class KnownPod(msgspec.Struct, frozen=True, gc=False):
 class KnownPods:
     """The pods of the cluster that are bound or in a group, by UID.
 
-    State: in memory, from the watch.
+    State: in memory, from the watch: each pod by its UID, and the UIDs of each group, which is a
+    gang or the pods of a controller.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ class Leadership:
         name: str,
         identity: str,
         journal: Journal,
-        changed: Callable[[bool], None],
+        on_change: Callable[[bool], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Build it; `run` makes it a candidate.
@@ -99,15 +99,16 @@ class Leadership:
             name: of the Lease.
             identity: of this candidate; unique among the candidates.
             journal: records each change of the leader, and failures.
-            changed: called with True when this candidate begins to lead. Called with False when it
-                no longer leads, and once after the start if another one leads.
+            on_change: called with True when this candidate begins to lead. Called with False when
+                it no longer leads, and once after the start if another one leads.
             clock: unix seconds, for the Lease's fields.
         """
-        self._api, self._journal, self._changed, self._clock = api, journal, changed, clock
+        self._api, self._journal, self._on_change, self._clock = api, journal, on_change, clock
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._name, self._namespace, self._identity = name, namespace, identity
         self._leads_until = self._answers_from = float("-inf")
         self._reported: bool | None = None
+        # resource version of the Lease of another candidate, and since when it is the same
         self._seen, self._unchanged_since = "", 0.0
         self._trouble = ""
         self.holder = ""
@@ -148,7 +149,13 @@ class Leadership:
             async with asyncio.timeout(RENEWED_SECONDS):
                 lease = await self._read()
                 if lease is not None and lease.spec.holder_identity == self._identity:
-                    free = _Spec("", 1, None, self._time(), self._transitions(lease))
+                    free = _Spec(
+                        holder_identity="",
+                        lease_duration_seconds=1,
+                        acquire_time=None,
+                        renew_time=self._time(),
+                        lease_transitions=self._transitions(lease),
+                    )
                     await self._write(lease, free)
         except (ClusterError, TimeoutError) as err:
             text = shortened(str(err), _LONGEST_ERROR) or "no answer in time"
@@ -175,11 +182,11 @@ class Leadership:
         if self.holder and began - self._unchanged_since < seconds:
             return
         taken = _Spec(
-            self._identity,
-            round(LEASE_SECONDS),
-            self._time(),
-            self._time(),
-            self._transitions(lease) + 1,
+            holder_identity=self._identity,
+            lease_duration_seconds=round(LEASE_SECONDS),
+            acquire_time=self._time(),
+            renew_time=self._time(),
+            lease_transitions=self._transitions(lease) + 1,
         )
         await self._write(lease, taken)
         self.holder = self._identity
@@ -201,7 +208,7 @@ class Leadership:
             identity=self._identity,
             holder=self.holder,
         )
-        self._changed(leads)
+        self._on_change(leads)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -216,7 +223,13 @@ class Leadership:
 
     async def _create(self) -> None:
         now = self._time()
-        spec = _Spec(self._identity, round(LEASE_SECONDS), now, now, 0)
+        spec = _Spec(
+            holder_identity=self._identity,
+            lease_duration_seconds=round(LEASE_SECONDS),
+            acquire_time=now,
+            renew_time=now,
+            lease_transitions=0,
+        )
         await self._api.post(
             self._collection,
             {

@@ -58,10 +58,10 @@ class _Preemptor(msgspec.Struct, frozen=True):
         uid: of the pod.
         facts: facts about it that only schedulers use.
         demand: what it asks for.
-        verdicts: where it fits, as far as it was found out.
-        anchor: where its peers are.
-        spared: UIDs of the protected pods that the metric has counted for it. Such a pod
-            may be looked at several times, for different sets of cards, and is counted once.
+        verdicts: the results of comparing it with cards, so that equal Nodes are compared once.
+        anchor: the places of its peers, the other pods of its group.
+        counted_as_protected: UIDs of the protected pods that the metric has counted for it. Such a
+            pod may be looked at several times, for different sets of cards, and is counted once.
         gangs: the gangs of its victims on all Nodes.
     """
 
@@ -70,7 +70,7 @@ class _Preemptor(msgspec.Struct, frozen=True):
     demand: Demand
     verdicts: Verdicts
     anchor: Anchor
-    spared: set[str]
+    counted_as_protected: set[str]
     gangs: set[str]
 
 
@@ -83,10 +83,10 @@ class Preemption:
         book: Book,
         family: SchedulingFamily,
         read_pod: Callable[[msgspec.Raw | bytes], Pod],
-        known: KnownPods,
+        known_pods: KnownPods,
         alignment: Alignment,
         budgets: Budgets,
-        counted: Callable[[str], frozenset[str]],
+        resources_of_node: Callable[[str], frozenset[str]],
         journal: Journal,
         metrics: Metrics | None = None,
         events: PodEvents | None = None,
@@ -97,17 +97,18 @@ class Preemption:
             book: the cards of all Nodes.
             family: reads pods.
             read_pod: decodes a pod with `Pod.scheduling`; it raises `ClusterError`.
-            known: facts about pods.
+            known_pods: facts about pods.
             alignment: finds the peers of a pod.
             budgets: all PodDisruptionBudgets.
-            counted: Node → the extended resources that it has, which kube-scheduler may count.
+            resources_of_node: Node → the extended resources that it has, which kube-scheduler may
+                count.
             journal: what is answered is recorded there.
             metrics: what is answered is counted there.
             events: pods are told there; None tells them nothing.
         """
         self._book, self._family, self._read_pod = book, family, read_pod
-        self._known, self._alignment = known, alignment
-        self._budgets, self._counted = budgets, counted
+        self._known_pods, self._alignment = known_pods, alignment
+        self._budgets, self._resources_of_node = budgets, resources_of_node
         self._journal, self._metrics, self._events = journal, metrics or Metrics(), events
 
     async def answer(self, body: bytes) -> bytes:
@@ -140,7 +141,13 @@ class Preemption:
             return {}
         anchor = self._alignment.anchor(pod, wanted.demand)
         preemptor = _Preemptor(
-            pod.uid, pod.scheduling, wanted.demand, Verdicts(), anchor, set(), set()
+            pod.uid,
+            facts=pod.scheduling,
+            demand=wanted.demand,
+            verdicts=Verdicts(),
+            anchor=anchor,
+            counted_as_protected=set(),
+            gangs=set(),
         )
         found: dict[str, MetaVictims] = {}
         for number, (name, proposal) in enumerate(proposals.items(), start=1):
@@ -188,7 +195,9 @@ class Preemption:
         if uids == list(proposal.pods):
             return _unchanged(proposal)
         facts = [each.facts for each in chosen if each.facts is not None]
-        return MetaVictims([MetaPod(uid) for uid in uids], len(self._budgets.violating(facts)))
+        return MetaVictims(
+            [MetaPod(uid) for uid in uids], violations=len(self._budgets.violating(facts))
+        )
 
     def _chosen(
         self, name: str, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor
@@ -223,17 +232,18 @@ class Preemption:
             preemptor.demand,
             view.hardware,
             view.taken,
-            dict.fromkeys(outside, Reason.LinkTopologyUnsatisfied)
+            unwanted=dict.fromkeys(outside, Reason.LinkTopologyUnsatisfied)
             | unwanted(preemptor.demand, view.hardware, view.uuids),
-            preemptor.verdicts,
+            verdicts=preemptor.verdicts,
         )
+        # what each pod takes of each card; that of the preemptor itself does not count
         if own := view.footprints.get(preemptor.uid):
-            room.take_away(Victim(preemptor.uid, None, own))
+            room.take_away(Victim(preemptor.uid, facts=None, footprint=own))
         proposed = [
             self._victim(uid, self._facts(uid, raw), view, preemptor, near)
             for uid, raw in proposal.pods.items()
         ]
-        resources = self._counted(name)
+        resources = self._resources_of_node(name)
         return choose_victims(
             room,
             proposed,
@@ -249,7 +259,7 @@ class Preemption:
         """
         if raw is not None:
             return self._read_pod(raw).scheduling
-        known = self._known.get(uid)
+        known = self._known_pods.get(uid)
         return known.facts if known else None
 
     def _victim(
@@ -261,17 +271,23 @@ class Preemption:
         near: Collection[int],
     ) -> Victim:
         protected = self._protection(uid, facts, view, preemptor)
-        if protected and uid not in preemptor.spared:
-            preemptor.spared.add(uid)
+        if protected and uid not in preemptor.counted_as_protected:
+            preemptor.counted_as_protected.add(uid)
             self._metrics.count_protected(protected)
         footprint = view.footprints.get(uid, {})
-        return Victim(uid, facts, footprint, protected, not footprint.keys().isdisjoint(near))
+        return Victim(
+            uid,
+            facts=facts,
+            footprint=footprint,
+            protected=protected,
+            near=not footprint.keys().isdisjoint(near),
+        )
 
     def _protection(
         self, uid: str, facts: SchedulingFacts | None, view: CardsInUse, preemptor: _Preemptor
     ) -> str:
         """Return why a pod must not be preempted; empty where it may be."""
-        known = self._known.get(uid)
+        known = self._known_pods.get(uid)
         if uid in view.holdings and (known is None or not known.node):
             return _NOT_BOUND
         if facts is None:
@@ -290,7 +306,7 @@ class Preemption:
             return ()
         found = []
         for uid, footprint in view.footprints.items():
-            known = self._known.get(uid)
+            known = self._known_pods.get(uid)
             if (
                 not footprint
                 or uid in proposal.pods
@@ -304,4 +320,4 @@ class Preemption:
 
 
 def _unchanged(proposal: Proposal) -> MetaVictims:
-    return MetaVictims([MetaPod(uid) for uid in proposal.pods], proposal.violations)
+    return MetaVictims([MetaPod(uid) for uid in proposal.pods], violations=proposal.violations)

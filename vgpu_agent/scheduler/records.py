@@ -53,7 +53,7 @@ class PodRecords:
         self._names: dict[str, str] = {}
         self._filter_calls: collections.OrderedDict[str, FilterCalls] = collections.OrderedDict()
 
-    def holds(self, pod: Pod) -> None:
+    def note_holder(self, pod: Pod) -> None:
         """Remember the name of a pod that holds cards."""
         self._names[pod.uid] = pod.full_name
 
@@ -62,7 +62,7 @@ class PodRecords:
         self._names.pop(uid, None)
         self._filter_calls.pop(uid, None)
 
-    def filtered(self, pod: Pod, nodes: int, node: str) -> None:
+    def note_filter_call(self, pod: Pod, nodes: int, node: str) -> None:
         """Remember a filter call: the number of Nodes in it, and the chosen one."""
         before = self._filter_calls.pop(pod.uid, None)
         times = before.times + 1 if before else 1

@@ -176,7 +176,11 @@ class Service:
         self.metrics = Metrics()
         # from no Node: the extender is a part of the cluster
         self._events = Events(
-            self._client, options.event_source, "", self._journal, max_queued=_MAX_EVENTS
+            self._client,
+            component=options.event_source,
+            node_name="",
+            journal=self._journal,
+            max_queued=_MAX_EVENTS,
         )
         self._leadership: Leadership | None = None
         if options.lease is not None and not options.lease.is_schedulers:
@@ -186,11 +190,11 @@ class Service:
                 name=options.lease.name,
                 identity=options.lease.identity,
                 journal=self._journal,
-                changed=self._role_changed,
+                on_change=self._role_changed,
             )
-        book, known, budgets = Book(), KnownPods(), Budgets()
+        book, known_pods, budgets = Book(), KnownPods(), Budgets()
         events = PodEvents(self._events)
-        # with `Pod.scheduling`, the facts that only schedulers use
+        # `with_facts`: with `Pod.scheduling`, the facts that only schedulers use
         read_pod = with_facts(decode.pods_with(family.pod_keys))
         self._extender = Extender(
             book=book,
@@ -201,7 +205,7 @@ class Service:
             grace_seconds=options.grace_seconds,
             metrics=self.metrics,
             events=events,
-            known=known,
+            known_pods=known_pods,
             leads=lambda: self.leads,
         )
         extender = self._extender
@@ -216,34 +220,44 @@ class Service:
             book=book,
             family=family,
             read_pod=read_pod,
-            known=known,
+            known_pods=known_pods,
             alignment=extender.alignment,
             budgets=budgets,
-            counted=extender.resources,
+            resources_of_node=extender.resources_of_node,
             journal=self._journal,
             metrics=self.metrics,
             events=events,
         )
         self._budgets = Reflector(
             self._client,
-            Scope("all PodDisruptionBudgets", "/apis/policy/v1/poddisruptionbudgets", ""),
-            budget,
-            _Objects(lambda each: each.key, budgets.put, budgets.forget),
+            Scope(
+                "all PodDisruptionBudgets",
+                "/apis/policy/v1/poddisruptionbudgets",
+                field_selector="",
+            ),
+            budget,  # decodes one
+            _Objects(key=lambda each: each.key, see=budgets.put, forget=budgets.forget),
             journal=self._journal,
         )
         self._nodes = Reflector(
             self._client,
-            Scope("all Nodes", "/api/v1/nodes", ""),
+            Scope("all Nodes", "/api/v1/nodes", field_selector=""),
             decode.node,
-            _Objects(lambda node: node.name, extender.see_node, extender.forget_node),
+            _Objects(
+                key=lambda node: node.name, see=extender.see_node, forget=extender.forget_node
+            ),
             journal=self._journal,
         )
         # A pod that has ended leaves this selection, which the watch reports as its deletion.
         self._pods = Reflector(
             self._client,
-            Scope("all pods", "/api/v1/pods", "status.phase!=Succeeded,status.phase!=Failed"),
+            Scope(
+                "all pods",
+                "/api/v1/pods",
+                field_selector="status.phase!=Succeeded,status.phase!=Failed",
+            ),
             read_pod,
-            _Objects(lambda pod: pod.uid, extender.see_pod, extender.forget_pod),
+            _Objects(key=lambda pod: pod.uid, see=extender.see_pod, forget=extender.forget_pod),
             journal=self._journal,
             # a list that is behind would show cards as free that are not
             from_cache=False,
@@ -255,10 +269,11 @@ class Service:
             read_pod=read_pod,
             api=self._client,
             is_ready=lambda: self.is_ready,
-            leads=lambda: self.leads and self._role.value is not False,
+            leads=lambda: self.leads and self._known_role.value is not False,
             watches=lambda: (self._nodes.status, self._pods.status),
         )
-        self._role: Latest[bool | None] = Latest(None)  # leads, or not; None until that is known
+        # True while this extender leads, False while another one does; None until that is known
+        self._known_role: Latest[bool | None] = Latest(None)
         self._stopping = asyncio.Event()
         self._supervisor: Supervisor | None = None
         self.address = ""
@@ -375,17 +390,17 @@ class Service:
             "lease",
             (lambda: leadership.run(lambda: supervisor.beat("lease")))
             if leadership is not None
-            else (lambda: self._follow(lease, lambda: supervisor.beat("lease"))),
+            else (lambda: self._follow_scheduler(lease, lambda: supervisor.beat("lease"))),
             stuck_after_seconds=_STUCK_SECONDS,
         )
         if self._options.pod_name and self._family.role_label:
             supervisor.start(
                 "role",
-                lambda: self._label(lambda: supervisor.beat("role")),
+                lambda: self._write_role_label(lambda: supervisor.beat("role")),
                 stuck_after_seconds=_STUCK_SECONDS,
             )
 
-    async def _follow(self, lease: Lease, beat: Callable[[], None]) -> None:
+    async def _follow_scheduler(self, lease: Lease, beat: Callable[[], None]) -> None:
         """Set the role to that of the kube-scheduler in the same pod."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{lease.namespace}/leases/{lease.name}"
         trouble = ""
@@ -394,7 +409,7 @@ class Service:
             try:
                 holder = holder_of(await self._client.get(path))
                 leads = holder.startswith(f"{lease.identity}_")
-                if leads is not self._role.value:
+                if leads is not self._known_role.value:
                     self._role_changed(leads)
                 trouble = ""
             except ClusterError as err:
@@ -407,13 +422,13 @@ class Service:
         self.metrics.leads.set(leads)
         if not leads:
             self._extender.stop_leading()
-        self._role.publish(leads)
+        self._known_role.publish(leads)
 
-    async def _label(self, beat: Callable[[], None]) -> None:
+    async def _write_role_label(self, beat: Callable[[], None]) -> None:
         """Keep the label of the extender's own pod equal to its role, so that a Service can select
         the leader. A slow API server delays nothing else, and a failed write is repeated.
         """
-        options, role = self._options, self._role
+        options, role = self._options, self._known_role
         written: bool | None = None
         trouble = ""
         while True:
@@ -439,14 +454,16 @@ class Service:
 
     async def _listen(self, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
         host, port = self._options.host, self._options.port
-        found = await _serve(runner, host, port, tls, flag="--server-bind-port")
+        found = await _serve(runner, host=host, port=port, tls=tls, flag="--server-bind-port")
         self.address = f"{host}:{found}"
         _logger.info("scheduler.listening", address=self.address, version=__version__)
 
     async def _listen_for_probes(self, runner: web.AppRunner) -> None:
         if (port := self._options.probe_port) is None:
             return
-        self.probe_port = await _serve(runner, None, port, None, flag="--probe-bind-port")
+        self.probe_port = await _serve(
+            runner, host=None, port=port, tls=None, flag="--probe-bind-port"
+        )
         _logger.info("scheduler.probes_listening", port=self.probe_port)
 
     # -- HTTP --------------------------------------------------------------------------------------
@@ -476,7 +493,7 @@ class Service:
     async def _filter(self, request: web.Request) -> web.Response:
         body = await request.read()
         if not self.leads:
-            return _follows()
+            return _not_leading()
         if not self.is_ready:
             return _json(msgspec.json.encode(FilterResult(error=_NOT_READY)))
         return _json(self._extender.filter(body))
@@ -490,22 +507,22 @@ class Service:
     async def _bind(self, request: web.Request) -> web.Response:
         body = await request.read()
         if not self.leads:
-            return _follows()
+            return _not_leading()
         if not self.is_ready:
             return _json(msgspec.json.encode(BindingResult(_NOT_READY)))
         return _json(await self._extender.bind(body))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self._show()
+        self._update_gauges()
         body, content_type = self.metrics.text(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
-    def _show(self) -> None:
+    def _update_gauges(self) -> None:
         """Update the gauges."""
         lease = self._options.lease
-        if lease is None or not lease.is_schedulers:  # otherwise `_follow` knows
+        if lease is None or not lease.is_schedulers:  # otherwise `_follow_scheduler` knows
             self.metrics.leads.set(self.leads)
-        self._extender.show()
+        self._extender.update_gauges()
         watches = {
             "nodes": self._nodes.status,
             "pods": self._pods.status,
@@ -517,7 +534,7 @@ class Service:
         """Answer with a status, since the answer has no field for an error (vgpu-manager §5.1)."""
         body = await request.read()
         if not self.leads:
-            return _follows()
+            return _not_leading()
         if not self.is_ready:
             return web.Response(text=_NOT_READY + "\n", status=503)
         if not self._budgets.synced.is_set():
@@ -549,7 +566,7 @@ class Service:
 
 
 async def _serve(
-    runner: web.AppRunner, host: str | None, port: int, tls: ssl.SSLContext | None, *, flag: str
+    runner: web.AppRunner, *, host: str | None, port: int, tls: ssl.SSLContext | None, flag: str
 ) -> int:
     """Listen, on all addresses without a host, and return the port.
 
@@ -568,7 +585,7 @@ async def _serve(
     return int(runner.addresses[0][1])
 
 
-def _follows() -> web.Response:
+def _not_leading() -> web.Response:
     """Refuse a verb: another extender holds the Lease."""
     text = "another extender leads; this one answers when it holds the Lease\n"
     return web.Response(status=503, text=text)

@@ -55,20 +55,21 @@ class CardRoom(msgspec.Struct, frozen=True):
 
 def rooms(view: NodeView, unwanted: Mapping[int, Reason]) -> list[CardRoom]:
     """Return the rest of each card of a Node that can serve another container: that is not
-    blocked, is not in ``unwanted``, and has a slot, memory and compute left.
+    blocked (unhealthy, or divided by MIG), is not in ``unwanted``, the cards that the pod excludes,
+    and has a slot, memory and compute left.
     """
     if view.state is None:
         return []
     found = []
-    for number, (card, taken) in enumerate(
+    for number, (card, (slots, memory_mib, cores_percent)) in enumerate(
         zip(view.state.hardware.cards, view.state.taken, strict=True)
     ):
         room = CardRoom(
-            number,
-            card.memory_mib - taken[1],
-            card.cores_percent - taken[2],
-            card.slots - taken[0],
-            not any(taken),
+            card=number,
+            memory_mib=card.memory_mib - memory_mib,
+            cores_percent=card.cores_percent - cores_percent,
+            slots=card.slots - slots,
+            is_untouched=not (slots or memory_mib or cores_percent),
         )
         if (
             card.blocked is None
@@ -134,6 +135,7 @@ class _Figures:
         self.empty.offer(sum(each.is_untouched for each in left), view)
         self.all_memory.offer(sum(each.memory_mib for each in left), view)
         self.all_cores.offer(sum(each.cores_percent for each in left), view)
+        # the amounts taken of a card are slots, memory and compute, in this order
         whole = [
             each.card
             for each in left
@@ -203,7 +205,7 @@ def _reason(group: Group, reason: Reason, demand: Demand) -> Reason:
     )
 
 
-def options(changes: Changes, demand: Demand, keys: KeyNames) -> tuple[str, ...]:
+def possible_changes(changes: Changes, demand: Demand, keys: KeyNames) -> tuple[str, ...]:
     """Say which single changes of the pod would let it start now; each was tried."""
     if not changes.is_complete:
         return ("They could not all be tried in time; ask again when the extender is less busy.",)
@@ -243,7 +245,9 @@ def _changed(change: Change, demand: Demand, keys: KeyNames) -> str:
 
 
 class _Wanted(msgspec.Struct, frozen=True):
-    """The cards that a pod selects by type or UUID, over all Nodes."""
+    """The cards that a pod selects by type or UUID, over all Nodes; the blocked ones are unhealthy
+    or divided by MIG.
+    """
 
     cards: int = 0
     nodes: int = 0
@@ -286,13 +290,13 @@ def _wanted(
             yield
     names = sorted(map(name_of, sorted(holders)[: 4 * MAX_NAMES]))[:MAX_NAMES]
     return _Wanted(
-        cards,
-        nodes,
-        untouched,
-        blocked,
-        tuple(names),
-        len(holders) - len(names),
-        tuple(model for model, _ in models.most_common()),
+        cards=cards,
+        nodes=nodes,
+        untouched=untouched,
+        blocked=blocked,
+        holders=tuple(names),
+        more_holders=len(holders) - len(names),
+        models=tuple(model for model, _ in models.most_common()),
     )
 
 
@@ -316,14 +320,15 @@ class _Missing(msgspec.Struct, frozen=True):
 
 def _slots(missing: _Missing) -> str:
     demand, best = missing.demand, missing.figures.slots
-    if any(each.alone for each in demand.containers):
+    if any(each.alone for each in demand.containers):  # with no other pod on its cards
         best = missing.figures.empty
         return (
             f"the pod wants {counted(demand.most_cards, 'card')} of one Node for itself; the most "
             f"cards without any pod on one are {best.figure}{_on(best)}. Wait until pods there end."
         )
+    slots, _, _ = total(demand, memory_factor=1, whole_card_mib=0)
     return (
-        f"slots are missing. The pod takes {counted(total(demand, 1, 0)[0], 'slot')} of cards of "
+        f"slots are missing. The pod takes {counted(slots, 'slot')} of cards of "
         f"one Node; the most that are left for it on one are {best.figure}{_on(best)}. Wait until "
         "pods there end, or let the cards be split into more slots (node configuration)."
     )
@@ -451,7 +456,7 @@ def _memory(missing: _Missing) -> str:
             else f"{_best_node(figures.memory, 'MiB', demand)}; the pod asks for {asked} MiB on "
             f"each of {demand.most_cards} cards of one Node."
         )
-    needed = total(demand, factor, 0)[1]
+    _, needed, _ = total(demand, memory_factor=factor, whole_card_mib=0)
     return (
         f"not enough memory for the whole pod, which takes {needed} MiB of cards of one Node; the "
         f"most that is free on one is {figures.all_memory.figure} MiB{_on(figures.all_memory)}. "
@@ -477,7 +482,7 @@ def _cores(missing: _Missing) -> str:
             else f"{_best_node(figures.cores, '% of compute', demand)}; the pod asks for {asked} % "
             f"on each of {demand.most_cards} cards of one Node.{none}"
         )
-    needed = total(demand, 1, 0)[2]
+    _, _, needed = total(demand, memory_factor=1, whole_card_mib=0)
     return (
         f"not enough compute for the whole pod, which takes {needed} % of cards of one Node; the "
         f"most that is free on one is {figures.all_cores.figure} %{_on(figures.all_cores)}. Cards "

@@ -86,8 +86,9 @@ class OperatorEndpoints:
         self._is_ready, self._leads = is_ready, leads
         self._watches, self._clock = watches, clock
         self._waiting = 0
-        self._one = asyncio.Lock()
-        self._counted: tuple[float, Capacity] | None = None
+        self._one_at_a_time = asyncio.Lock()
+        # the last answer of `/capacity`, and when it was computed (loop time)
+        self._last_capacity: tuple[float, Capacity] | None = None
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         """Serve ``/explain`` and ``/capacity``."""
@@ -146,7 +147,7 @@ class OperatorEndpoints:
         return _answer(found, page.explanation(found) if as_text else None, status)
 
     async def _about(self, pod: Pod, waiting: Waiting, *, every_node: bool) -> Explanation:
-        async with self._one:
+        async with self._one_at_a_time:
             extender = self._extender
             records = extender.records
             kept = None if pod.node else extender.kept(pod.uid)
@@ -155,18 +156,18 @@ class OperatorEndpoints:
                 # bound since the API server has sent it
                 pod = msgspec.structs.replace(pod, node=holding.node)
             facts = Facts(
-                pod,
-                waiting,
-                self._family,
-                self._book.views(),
-                holding,
-                kept,
-                records.filter_calls(pod.uid),
-                records.started_at,
-                tuple(records.schedulers),
-                extender.name_of,
-                self._clock(),
-                self._doubts(),
+                pod=pod,
+                waiting=waiting,
+                family=self._family,
+                views=self._book.views(),
+                holding=holding,
+                kept=kept,
+                filter_calls=records.filter_calls(pod.uid),
+                started_at=records.started_at,
+                schedulers=tuple(records.schedulers),
+                name_of=extender.name_of,
+                now=self._clock(),
+                doubts=self._doubts(),
             )
             slices = _Slices(_PAUSE_SECONDS)
             return await slices.result(
@@ -179,11 +180,11 @@ class OperatorEndpoints:
 
     async def _capacity(self, request: web.Request) -> web.Response:
         as_text = _wants_text(request, _query(request, ("format",)))
-        async with self._one:
+        async with self._one_at_a_time:
             now = asyncio.get_running_loop().time()
-            if self._counted is None or now - self._counted[0] >= _KEPT_SECONDS:
-                self._counted = now, await _Slices(0.0).result(capacity(self._book.views()))
-            found = self._counted[1]
+            if self._last_capacity is None or now - self._last_capacity[0] >= _KEPT_SECONDS:
+                self._last_capacity = now, await _Slices(0.0).result(capacity(self._book.views()))
+            found = self._last_capacity[1]
         found = msgspec.structs.replace(found, doubts=self._doubts())
         return _answer(found, page.capacity(found) if as_text else None)
 
@@ -280,9 +281,9 @@ def read_waiting(raw: bytes) -> Waiting:
         _Condition(),
     )
     return Waiting(
-        tuple(each.name for each in gates[:_MAX_GATES]),
-        waiting.reason or "",
-        waiting.message or "",
+        gates=tuple(each.name for each in gates[:_MAX_GATES]),
+        reason=waiting.reason or "",
+        message=waiting.message or "",
     )
 
 
@@ -321,4 +322,4 @@ def _answer(found: object, text: str | None, status: int = 200) -> web.Response:
 
 
 def _error(status: int, text: str) -> web.Response:
-    return _answer({"error": text}, None, status)
+    return _answer({"error": text}, text=None, status=status)
