@@ -112,7 +112,7 @@ class Broken:
 def test_a_bug_refuses_the_pod_and_leaves_a_trace(verb: str) -> None:
     """A failed call would let the pod pass."""
     journal = Journal()
-    found = Reviewer(Broken(), journal=journal, largest=LargestNode)
+    found = Reviewer(Broken(), journal=journal, largest_node=LargestNode)
     answer = response(getattr(found, verb)(review(pod(container(number="1")))))
     assert not answer["allowed"]
     assert answer["status"]["code"] == 500
@@ -128,7 +128,7 @@ def test_a_bug_refuses_the_pod_and_leaves_a_trace(verb: str) -> None:
 def test_a_review_that_is_too_slow_leaves_a_trace() -> None:
     """There is no answer that the API server would take."""
     journal = Journal()
-    found = Reviewer(Broken(), journal=journal, largest=LargestNode)
+    found = Reviewer(Broken(), journal=journal, largest_node=LargestNode)
     found.too_slow("mutate", "10.0.0.1")
     assert found.counts == {("mutate", "too_slow"): 1}
     (entry,) = journal.entries

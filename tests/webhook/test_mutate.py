@@ -48,7 +48,7 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 def reviewer(options: AdmissionOptions = EVERYTHING, pinned: Pinned = Pinned.AFFINITY) -> Reviewer:
     """The webhook's verbs under these options."""
-    return Reviewer(build(options), journal=Journal(), largest=LargestNode, pinned=pinned)
+    return Reviewer(build(options), journal=Journal(), largest_node=LargestNode, pinned=pinned)
 
 
 def mutated(

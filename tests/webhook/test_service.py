@@ -140,7 +140,10 @@ async def test_a_replica_that_the_api_server_does_not_trust_is_not_ready(
     """Its probes are answered, so that nothing restarts it, and it answers reviews all the same."""
     constants.use(monkeypatch, QUICK)
     async with serving(own(), "http://127.0.0.1:1") as found:
-        caller = Caller(found.address, found._own._in_use.authorities if found._own else b"")
+        caller = Caller(
+            found.address,
+            found._own_certificate._in_use.authorities if found._own_certificate else b"",
+        )
         assert (await caller.ask("/healthz"))[0] == 200
         await eventually(lambda: "cannot be reached" in found.trouble)
         status, text = await caller.ask("/readyz")
@@ -179,7 +182,9 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
             )
         )
         server.objects.patch("secrets", "hook-tls", {"data": data}, "ns")
-        await eventually(lambda: found._own and found._own._in_use == renewed)
+        await eventually(
+            lambda: found._own_certificate and found._own_certificate._in_use == renewed
+        )
         assert bundle(server) == renewed.authorities + first
         assert (await Caller(found.address, renewed.authorities).ask("/healthz"))[0] == 200
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
@@ -356,20 +361,22 @@ async def test_the_largest_node_is_what_was_seen_or_what_may_come(server: ApiSer
     """A Node that an autoscaler would add is not there yet; before all were listed, none counts."""
     options = own(least_largest_node=8)
     async with serving(options, server.url) as found:
-        await eventually(lambda: found._largest().gpus == 8)
-        assert found._largest() == LargestNode(8, 24576, is_limit=True)
+        await eventually(lambda: found._largest_node().gpus == 8)
+        assert found._largest_node() == LargestNode(8, 24576, is_limit=True)
         server.objects.delete("nodes", "n1")
         texts = node_texts([entry(place, memory=81920) for place in range(16)])
         server.objects.create("nodes", {"metadata": {"name": "n2", "annotations": texts}})
-        await eventually(lambda: found._largest() == LargestNode(16, 81920, is_limit=True))
+        await eventually(lambda: found._largest_node() == LargestNode(16, 81920, is_limit=True))
 
 
 def test_the_largest_node_that_the_operator_names_counts_by_itself(tmp_path: Path) -> None:
     """Without a watch, and where all Nodes with GPUs are away."""
     files, _ = write(tmp_path)
     options = Options(files, watches_nodes=False, least_largest_node=8)
-    assert Service(options, FAMILY, None)._largest() == LargestNode(8, is_limit=True)
-    assert Service(Options(files, watches_nodes=False), FAMILY, None)._largest() == LargestNode()
+    assert Service(options, FAMILY, None)._largest_node() == LargestNode(8, is_limit=True)
+    assert (
+        Service(Options(files, watches_nodes=False), FAMILY, None)._largest_node() == LargestNode()
+    )
 
 
 def test_a_certificate_in_files_does_not_load_cryptography() -> None:

@@ -19,7 +19,7 @@ BOUND = LargestNode(gpus=8, memory_units=24576, is_limit=True)
 
 def judged(given: Any, largest: LargestNode = BOUND) -> dict[str, Any]:
     """The response to a pod that is to be validated."""
-    found = Reviewer(build(AdmissionOptions()), journal=Journal(), largest=lambda: largest)
+    found = Reviewer(build(AdmissionOptions()), journal=Journal(), largest_node=lambda: largest)
     return response(found.validate(review(given)))
 
 
@@ -313,7 +313,7 @@ def test_a_pod_that_will_get_its_name_is_named_by_its_beginning() -> None:
 def test_what_is_denied_is_recorded() -> None:
     """An operator is asked why a Deployment has no pods."""
     journal = Journal()
-    found = Reviewer(build(AdmissionOptions()), journal=journal, largest=LargestNode)
+    found = Reviewer(build(AdmissionOptions()), journal=journal, largest_node=LargestNode)
     found.validate(review(pod(container(number="17"))))
     (entry,) = journal.entries
     assert (entry.event, entry.facts["pod"]) == ("webhook.denied", "default/train")

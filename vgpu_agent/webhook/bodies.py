@@ -68,7 +68,7 @@ class Bodies:
             if whole:
                 raise
             return Body(bytes(body), whole=False, ended=False)
-        return Body(bytes(body), whole)
+        return Body(bytes(body), whole=whole)
 
     async def _read_until_too_large(
         self, request: web.Request, body: bytearray, limit: asyncio.Timeout

@@ -94,10 +94,10 @@ def make(
             f"no certificate can be made: {shortened(str(err), _LONGEST_ERROR)}"
         ) from err
     return ServerCertificate(
-        b"".join(map(_pem, authorities)),
-        _pem_of_key(authority_key),
-        _pem(certificate),
-        _pem_of_key(key),
+        authorities=b"".join(map(_pem, authorities)),
+        authority_key=_pem_of_key(authority_key),
+        certificate=_pem(certificate),
+        key=_pem_of_key(key),
     )
 
 
@@ -187,7 +187,7 @@ def _authority(key: ec.EllipticCurvePrivateKey, name: str, now: float) -> x509.C
     subject = _subject(f"{dt.datetime.fromtimestamp(now, dt.UTC):%Y-%m-%d} authority of {name}")
     public = key.public_key()
     return (
-        _builder(subject, subject, public, now, AUTHORITY_DAYS)
+        _builder(subject=subject, issuer=subject, key=public, now=now, days=AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(key, hashes.SHA256())
@@ -203,7 +203,13 @@ def _certificate(
 ) -> x509.Certificate:
     by = authority_key.public_key()
     return (
-        _builder(_subject(names[0]), authority.subject, key.public_key(), now, CERTIFICATE_DAYS)
+        _builder(
+            subject=_subject(names[0]),
+            issuer=authority.subject,
+            key=key.public_key(),
+            now=now,
+            days=CERTIFICATE_DAYS,
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(
@@ -218,6 +224,7 @@ def _certificate(
 
 
 def _builder(
+    *,
     subject: x509.Name,
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,

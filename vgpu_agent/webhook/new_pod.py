@@ -207,7 +207,12 @@ def _read(container: _Container, kind: ContainerKind) -> PodContainer:
             unreadable[name] = shortened(text, _LONGEST_AMOUNT)
         else:
             limits[name] = number
-    return PodContainer(shortened(container.name or "", _LONGEST_NAME), kind, limits, unreadable)
+    return PodContainer(
+        shortened(container.name or "", _LONGEST_NAME),
+        kind,
+        limits=limits,
+        unreadable_limits=unreadable,
+    )
 
 
 def _on_texts(

@@ -82,6 +82,7 @@ class OwnCertificate:
         self._options, self._api, self._journal, self._clock = options, api, journal, clock
         self._in_use = certificates.make(options.names, clock())
         self._context = certificates.context_of(self._in_use)
+        # those in the Secret, and since when they are known; those in the webhook configurations
         self._authorities, self._known_since = b"", 0.0
         self._published = b""
         self._error = "it has not been stored in the Secret yet"
@@ -186,7 +187,7 @@ class OwnCertificate:
             if found is None:
                 wanted = self._in_use  # which the API server trusts, if the Secret was emptied
                 if certificates.is_due(wanted, now):
-                    wanted = await asyncio.to_thread(certificates.make, names, now, wanted)
+                    wanted = await self._make(before=wanted)
             elif problem := await asyncio.to_thread(certificates.problem, found, names, now):
                 self._journal.record(
                     "webhook.certificate_unusable",
@@ -197,7 +198,7 @@ class OwnCertificate:
                 )
                 wanted = await self._replacement(found)
             elif certificates.is_due(found, now):
-                wanted = await asyncio.to_thread(certificates.make, names, now, found)
+                wanted = await self._make(before=found)
             else:
                 return found
             try:
@@ -222,10 +223,18 @@ class OwnCertificate:
         now, names = self._clock(), self._options.names
         for before in (found, self._in_use):
             with contextlib.suppress(CertificateError):
-                wanted = await asyncio.to_thread(certificates.make, names, now, before)
+                wanted = await self._make(before=before)
                 if not certificates.problem(wanted, names, now):
                     return wanted
-        return await asyncio.to_thread(certificates.make, names, now)
+        return await self._make(before=None)
+
+    async def _make(self, *, before: ServerCertificate | None) -> ServerCertificate:
+        """Make a certificate; by the authority of ``before``, if there is one that is valid for
+        long enough.
+        """
+        return await asyncio.to_thread(
+            certificates.make, self._options.names, self._clock(), before
+        )
 
     async def _read(self) -> _Secret:
         path = secret_path(self._options.namespace, self._options.secret)

@@ -59,7 +59,7 @@ class Reviewer:
         family: AdmissionFamily,
         *,
         journal: Journal,
-        largest: Callable[[], LargestNode],
+        largest_node: Callable[[], LargestNode],
         pinned: Pinned = Pinned.AFFINITY,
     ) -> None:
         """Build it.
@@ -67,11 +67,11 @@ class Reviewer:
         Args:
             family: the rules for new pods.
             journal: records denied and failed reviews.
-            largest: returns the largest amounts that a Node offers, as far as they are known.
-            pinned: the treatment of ``spec.nodeName``.
+            largest_node: returns the largest amounts that a Node offers, as far as they are known.
+            pinned: the treatment of ``spec.nodeName``, which binds a pod without a scheduler.
         """
         self._family, self._journal = family, journal
-        self._largest, self._pinned = largest, pinned
+        self._largest_node, self._pinned = largest_node, pinned
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def mutate(self, body: bytes) -> bytes:
@@ -139,7 +139,7 @@ class Reviewer:
         return CHANGED if patch else ALLOWED, allowed(review, patch)
 
     def _judged(self, review: Review, new: NewPod) -> tuple[str, bytes]:
-        judgement = self._family.judge(new.pod, self._largest())
+        judgement = self._family.judge(new.pod, self._largest_node())
         if not judgement.refusals:
             return ALLOWED, allowed(review, warnings=judgement.warnings)
         reason = "; ".join(judgement.refusals)

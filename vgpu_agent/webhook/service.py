@@ -108,25 +108,28 @@ class Service:
         self._options = options
         self._journal = Journal()
         self._reviewer = Reviewer(
-            family, journal=self._journal, largest=self._largest, pinned=options.pinned
+            family,
+            journal=self._journal,
+            largest_node=self._largest_node,
+            pinned=options.pinned,
         )
         self._client = ApiClient(credentials) if credentials is not None else None
-        self._sizes = _LargestNode(family)
+        self._sizes_of_nodes = _LargestNode(family)
         self._nodes: Reflector[Node] | None = None
-        self._own: OwnCertificate | None = None
+        self._own_certificate: OwnCertificate | None = None
         if options.watches_nodes:
             self._nodes = Reflector(
                 self._api("--watch-nodes"),
-                Scope("all Nodes", "/api/v1/nodes", ""),
+                Scope("all Nodes", "/api/v1/nodes", field_selector=""),
                 decode.node,
-                self._sizes,
+                self._sizes_of_nodes,
                 journal=self._journal,
             )
         if isinstance(options.certificate, OwnCertificateOptions):
             # It imports the library cryptography, which a certificate in files does not need.
             from vgpu_agent.webhook.own_certificate import OwnCertificate  # noqa: PLC0415
 
-            self._own = OwnCertificate(
+            self._own_certificate = OwnCertificate(
                 options.certificate, self._api("--certificate-secret"), journal=self._journal
             )
         self._bodies = Bodies(most_bytes=options.max_body_bytes, seconds=options.body_seconds)
@@ -141,13 +144,18 @@ class Service:
             )
         return self._client
 
-    def _largest(self) -> LargestNode:
+    def _largest_node(self) -> LargestNode:
         """Return the largest known amounts; zeros until all Nodes have been listed."""
         stated = self._options.least_largest_node
+        # with `is_limit`, a request for more is refused, and not only warned of
         limit = LargestNode(gpus=stated, is_limit=stated > 0)
         if self._nodes is None:
             return limit
-        return self._sizes.seen.joined(limit) if self._nodes.synced.is_set() else LargestNode()
+        return (
+            self._sizes_of_nodes.seen.joined(limit)
+            if self._nodes.synced.is_set()
+            else LargestNode()
+        )
 
     def stop(self) -> None:
         """Make `run` return."""
@@ -158,7 +166,7 @@ class Service:
         """The reason why the API server should not call this replica; empty where it may."""
         if self._stopping.is_set():
             return "the webhook is stopping"
-        return self._own.trouble if self._own is not None else ""
+        return self._own_certificate.trouble if self._own_certificate is not None else ""
 
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop`.
@@ -195,7 +203,7 @@ class Service:
                 await self._client.close()
 
     def _start_loops(self, supervisor: Supervisor) -> None:
-        nodes, own = self._nodes, self._own
+        nodes, own = self._nodes, self._own_certificate
         if nodes is not None:
             supervisor.start(
                 "nodes",
@@ -219,6 +227,7 @@ class Service:
             listener.close()
             raise
         self.address = str(Address(wanted.host, listener.getsockname()[1]).reachable)
+        # `bounded`: fewer where this process may open few files
         connections = Connections(
             listener, cast("web.Server", runner.server), most=bounded(_MAX_CONNECTIONS), tls=tls
         )
@@ -227,8 +236,8 @@ class Service:
         return connections
 
     async def _tls(self, address: str) -> Callable[[], Awaitable[ssl.SSLContext]]:
-        if self._own is not None:
-            return self._own.context
+        if self._own_certificate is not None:
+            return self._own_certificate.context
         files = cast("CertificateFiles", self._options.certificate)
         certificate = await asyncio.to_thread(
             Certificate,
@@ -299,11 +308,11 @@ class Service:
         yield "# HELP vgpu_agent_webhook_ready 1 where the API server may call this replica."
         yield "# TYPE vgpu_agent_webhook_ready gauge"
         yield f"vgpu_agent_webhook_ready {0 if self.trouble else 1}"
-        if self._own is not None:
+        if self._own_certificate is not None:
             name = "vgpu_agent_webhook_certificate_expires_timestamp_seconds"
             yield f"# HELP {name} When the certificate that the webhook has made expires."
             yield f"# TYPE {name} gauge"
-            yield f"{name} {self._own.expires_at:.0f}"
+            yield f"{name} {self._own_certificate.expires_at:.0f}"
 
 
 def _json(body: bytes) -> web.Response:

@@ -23,12 +23,16 @@ UNDISTURBED_SECONDS = 0.5
 
 
 class _Held(msgspec.Struct, eq=False):
+    """A slot that a client has: since when (loop time), and the timeout that ends its work."""
+
     host: str
     since: float
     limit: asyncio.Timeout
 
 
 class _Waiting(msgspec.Struct, eq=False):
+    """A client that waits for a slot, which ``got`` receives."""
+
     host: str
     limit: asyncio.Timeout
     got: asyncio.Future[_Held]
