@@ -26,6 +26,11 @@ class Mount(msgspec.Struct, frozen=True):
 class MemoryMount(msgspec.Struct, frozen=True):
     """A small file system in memory that one container has for itself.
     Only a CDI spec can carry it, so only late binding can.
+
+    Attributes:
+        container_path: where the container has it.
+        size_kib: how much its files may take.
+        files: how many files it may have.
     """
 
     container_path: str
@@ -58,12 +63,12 @@ class Edits(msgspec.Struct, frozen=True):
         ``other`` wins.
         """
         return Edits(
-            {**self.environment, **other.environment},
-            self.mounts + other.mounts,
-            self.device_nodes + other.device_nodes,
-            {**self.annotations, **other.annotations},
-            self.cdi_names + other.cdi_names,
-            self.memory_mounts + other.memory_mounts,
+            environment={**self.environment, **other.environment},
+            mounts=self.mounts + other.mounts,
+            device_nodes=self.device_nodes + other.device_nodes,
+            annotations={**self.annotations, **other.annotations},
+            cdi_names=self.cdi_names + other.cdi_names,
+            memory_mounts=self.memory_mounts + other.memory_mounts,
         )
 
 
@@ -122,11 +127,11 @@ class Provision(msgspec.Struct, frozen=True):
     def joined(self, other: Provision) -> Provision:
         """Join both, in this order."""
         return Provision(
-            self.edits.joined(other.edits),
-            self.directories + other.directories,
-            self.files + other.files,
-            self.collected or other.collected,
-            self.earlier_directory or other.earlier_directory,
-            self.replaces_earlier or other.replaces_earlier,
-            self.removed + other.removed,
+            edits=self.edits.joined(other.edits),
+            directories=self.directories + other.directories,
+            files=self.files + other.files,
+            collected=self.collected or other.collected,
+            earlier_directory=self.earlier_directory or other.earlier_directory,
+            replaces_earlier=self.replaces_earlier or other.replaces_earlier,
+            removed=self.removed + other.removed,
         )

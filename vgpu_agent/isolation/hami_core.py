@@ -142,7 +142,7 @@ class HamiCore(msgspec.Struct):
             Mount(f"{CACHE_DIRECTORY}/{cache}", region_path),
         ]
         locks = (
-            (MemoryMount(LOCK_DIRECTORY, _LOCK_KIB, _LOCK_FILES),)
+            (MemoryMount(LOCK_DIRECTORY, size_kib=_LOCK_KIB, files=_LOCK_FILES),)
             if self.library_locks and self.late
             else ()
         )
@@ -159,7 +159,16 @@ class HamiCore(msgspec.Struct):
                 HostDirectory(directory),
             ),
             # Any user of the container writes to it.
-            files=(HostFile(region_path, SIZE, parts, 0o666, limit_parts(limits), allocated=True),),
+            files=(
+                HostFile(
+                    region_path,
+                    SIZE,
+                    parts,
+                    mode=0o666,
+                    renewed=limit_parts(limits),
+                    allocated=True,
+                ),
+            ),
             collected=directory,  # removed once the pod is gone
             # mounted by specs and answers of earlier agents
             earlier_directory=f"{directory_before(self.host_directory)}/{name}",
@@ -251,7 +260,9 @@ def _limit(gpu: Gpu, shares: list[Share], target: Target) -> DeviceLimit:
         )
     cores = sum(share.cores_percent for share in shares)
     limited = target.limit_cores and 0 < cores < NO_CORES_LIMIT
-    return DeviceLimit(gpu.uuid, memory, cores if limited else NO_CORES_LIMIT)
+    return DeviceLimit(
+        gpu.uuid, memory_mib=memory, cores_percent=cores if limited else NO_CORES_LIMIT
+    )
 
 
 def _pci_order(gpu: Gpu) -> tuple[int, str, int]:

@@ -87,10 +87,34 @@ class _Layout(msgspec.Struct, frozen=True):
 
 
 _VERSION_1 = _Layout(
-    56, 64, 1_600, 1_728, 1_856, 1_960, 8 + 32, 64, 1_160 + 16, 48, 1_928, 2_008_896, 2_008_912
+    device_num=56,
+    uuids=64,
+    limits=1_600,
+    sm_limits=1_728,
+    slots=1_856,
+    slot_size=1_960,
+    used_total=8 + 32,
+    used_size=64,
+    sm_used=1_160 + 16,
+    sm_size=48,
+    status=1_928,
+    proc_num=2_008_896,
+    last_kernel_time=2_008_912,
 )
 _BEFORE_VERSIONS = _Layout(
-    48, 56, 1_592, 1_720, 1_848, 1_168, 8 + 32, 40, 776 + 16, 24, 1_160, 1_197_880, None
+    device_num=48,
+    uuids=56,
+    limits=1_592,
+    sm_limits=1_720,
+    slots=1_848,
+    slot_size=1_168,
+    used_total=8 + 32,
+    used_size=40,
+    sm_used=776 + 16,
+    sm_size=24,
+    status=1_160,
+    proc_num=1_197_880,
+    last_kernel_time=None,
 )
 
 
@@ -164,13 +188,20 @@ def _use(
         (last_kernel_at,) = struct.unpack("<Q", read(layout.last_kernel_time, 8))
     return RegionUse(
         tuple(
-            DeviceUse(index, uuid, used[index], limits[index], sm[index], sm_limits[index])
+            DeviceUse(
+                index=index,
+                uuid=uuid,
+                used_bytes=used[index],
+                limit_bytes=limits[index],
+                cores_percent=sm[index],
+                cores_limit_percent=sm_limits[index],
+            )
             for index in range(devices)
             if (uuid := _uuid(head, layout.uuids + index * _UUID_BYTES))
         ),
-        last_kernel_at,
-        processes,
-        bool(switch),
+        last_kernel_at=last_kernel_at,
+        processes=processes,
+        limits_cores=bool(switch),
     )
 
 

@@ -31,15 +31,16 @@ class LibraryBackend(msgspec.Struct, frozen=True):
         file: the library's name.
         library: its path in containers.
         containers: the host directory → the parent of the containers' own directories.
-        before: the same for an earlier version of the agent, in whose directories containers could
-            write; None where there was none.
+        containers_before: the same for an earlier version of the agent, in whose directories
+            containers could write; None where there was none.
         directory_of_replaced: the host directory → where the replaced plugin made the containers'
             directories, among other things; None where that is one of the other two.
         folders: the directories with files that a container writes, relative to its own directory;
             "" for that directory.
         allowed_size: the name of a file there → its largest allowed size; None when containers do
             not write to it.
-        marker: a variable that every container of this backend is given.
+        marker: a variable that every container of this backend is given, so that the backend is
+            known from an answer to Allocate.
         decisive: variables by which a pod could escape its limits.
     """
 
@@ -54,7 +55,7 @@ class LibraryBackend(msgspec.Struct, frozen=True):
     allowed_size: Callable[[str], int | None]
     marker: str
     decisive: frozenset[str]
-    before: Callable[[str], str] | None = None
+    containers_before: Callable[[str], str] | None = None
     directory_of_replaced: Callable[[str], str] | None = None
 
     def containers_directory(self, settings: Settings) -> str:
@@ -63,7 +64,8 @@ class LibraryBackend(msgspec.Struct, frozen=True):
 
     def directory_before(self, settings: Settings) -> str:
         """The same for an earlier version of the agent; empty where there was none."""
-        return self.before(self.host_directory(settings)) if self.before else ""
+        before = self.containers_before
+        return before(self.host_directory(settings)) if before else ""
 
 
 def decisive_variables(answered: Collection[str]) -> frozenset[str]:
@@ -86,7 +88,7 @@ HAMI_CORE = LibraryBackend(
     allowed_size=lambda _: hami_region.SIZE,
     marker=hami_core.REGION_VARIABLE,
     decisive=hami_core.DECISIVE,
-    before=hami_core.directory_before,
+    containers_before=hami_core.directory_before,
 )
 
 VGPU_CONTROL = LibraryBackend(

@@ -182,12 +182,14 @@ class VgpuControl(msgspec.Struct, frozen=True):
         host_directory: the settings' ``vgpuControl.hostDirectory``, the same on the host and in the
             agent.
         library_path: the installed library.
-        processes: the settings' ``vgpuControl.processes``: `CLIENT` or `HOST_PROC_MODE`.
+        processes: the settings' ``vgpuControl.processes``: `CLIENT` or `HOST_PROC_MODE`, the
+            library's way to tell the container's processes from others.
         cgroup_version: of the node, 1 or 2; a hybrid one is 2.
         open_kernel_modules: the driver's kernel modules are the open ones.
         disable_variable: the settings' ``vgpuControl.disableVariable``: for which pods
             `DISABLED_BY` counts.
-        sm_watcher: the agent samples the use of compute for all containers.
+        sm_watcher: the agent samples the use of compute for all containers (of the
+            multiprocessors, SMs), in place of the library.
         tracks_virtual_memory: containers keep account of spilled memory (`VMEM_FILE`).
     """
 
@@ -215,9 +217,11 @@ class VgpuControl(msgspec.Struct, frozen=True):
     def services(self) -> LibraryServices:
         """The services that the library needs of the agent."""
         return LibraryServices(
-            containers_directory(self.host_directory),
-            registry_directory(self.host_directory) if self.processes == CLIENT else "",
-            watcher_directory(self.host_directory) if self.sm_watcher else "",
+            containers_directory=containers_directory(self.host_directory),
+            registry_directory=(
+                registry_directory(self.host_directory) if self.processes == CLIENT else ""
+            ),
+            samples_directory=watcher_directory(self.host_directory) if self.sm_watcher else "",
         )
 
     def provision(self, target: ControlTarget) -> Provision:
@@ -253,8 +257,8 @@ class VgpuControl(msgspec.Struct, frozen=True):
             files=(
                 HostFile(
                     f"{directory}/devices.json",
-                    len(ids := devices_json(target.ids)),
-                    ((0, ids),),
+                    size=len(ids := devices_json(target.ids)),
+                    parts=((0, ids),),
                 ),
                 HostFile(
                     f"{directory}/{CONFIG_FILE}", SIZE, config_parts(self._owner(target), limits)
@@ -326,16 +330,16 @@ class VgpuControl(msgspec.Struct, frozen=True):
 
     def _owner(self, target: ControlTarget) -> Owner:
         return Owner(
-            target.pod_uid,
-            target.pod,
-            target.namespace,
-            target.container,
-            REGISTER_UUID,
-            self.compatibility,
-            self.sm_watcher,
-            self.tracks_virtual_memory,
-            target.driver_version,
-            target.cuda_version,
+            pod_uid=target.pod_uid,
+            pod=target.pod,
+            namespace=target.namespace,
+            container=target.container,
+            register_uuid=REGISTER_UUID,
+            compatibility=self.compatibility,
+            sm_watcher=self.sm_watcher,
+            tracks_virtual_memory=self.tracks_virtual_memory,
+            driver_version=target.driver_version,
+            cuda_version=target.cuda_version,
         )
 
 
@@ -395,10 +399,10 @@ def slot_limit(
     balanced = limited and policy is ComputePolicy.BALANCE
     return SlotLimit(
         card.uuid,
-        total,
-        int(total / memory_ratio) if memory_ratio > 1 else total,
-        card.cores_percent,
-        card.card_cores_percent if balanced else card.cores_percent,
+        total_bytes=total,
+        real_bytes=int(total / memory_ratio) if memory_ratio > 1 else total,
+        hard_core=card.cores_percent,
+        soft_core=card.card_cores_percent if balanced else card.cores_percent,
         core_limit=limited,
         hard_limit=limited and (not balanced or card.cores_percent >= card.card_cores_percent),
         memory_limit=not (memory_ratio == 1 and card.memory_mib == card.card_memory_mib),
@@ -452,7 +456,9 @@ def _writable(directory: str, path: str) -> HostFile:
     sizes = {VMEM_FILE: (VMEM_SIZE, vmem_head()), SM_NODE_FILE: (SM_NODE_SIZE, sm_node_head())}
     size, head = sizes.get(path, (0, b""))
     parts = ((0, head),) if head else ()
-    return HostFile(f"{directory}/{path}", size, parts, 0o666, renewed=parts, allocated=size > 0)
+    return HostFile(
+        f"{directory}/{path}", size, parts, mode=0o666, renewed=parts, allocated=size > 0
+    )
 
 
 def _file_mounts(paths: tuple[str, ...], directory: str) -> Iterator[Mount]:

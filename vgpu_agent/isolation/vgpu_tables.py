@@ -57,7 +57,13 @@ SM_UTIL_LOCK = 81_948  # an OFD lock of that byte
 
 
 class Spilled(msgspec.Struct, frozen=True):
-    """Memory of one process that lies in the host's instead of the card's."""
+    """Memory of one process that lies in the host's instead of the card's.
+
+    Attributes:
+        index: of the card on its host.
+        pid: of the process, as the table has it.
+        used_bytes: the amount.
+    """
 
     index: int
     pid: int
@@ -146,12 +152,12 @@ def read_sm_node(size: int, read: Callable[[int, int], bytes]) -> tuple[SmUse, .
             if sampled > 0:
                 found.append(
                     SmUse(
-                        index,
-                        _percent(own),
-                        _percent(total),
-                        _percent(limit),
-                        min(max(processes, 0), MAX_PROCESSES),
-                        sampled,
+                        index=index,
+                        own_percent=_percent(own),
+                        all_percent=_percent(total),
+                        limit_percent=_percent(limit),
+                        processes=min(max(processes, 0), MAX_PROCESSES),
+                        sampled_ns=sampled,
                     )
                 )
         return tuple(found)
