@@ -364,8 +364,8 @@ class Resource(msgspec.Struct, frozen=True):
             decides, how many containers.
         holders: the same by device, where devices differ; ``holders_per_device`` is then the
             largest of them.
-        prefers: the kubelet is to ask which ids suit best (GetPreferredAllocation). Where the pod
-            decides, these are the ids of the GPUs that a scheduler has given to the pod
+        offers_preference: the kubelet is to ask which ids suit best (GetPreferredAllocation). Where
+            the pod decides, these are the ids of the GPUs that a scheduler has given to the pod
             (`PodFamily.named`).
         ids_setting: the setting that determines the number of ids, for the error when there are too
             many, e.g. ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
@@ -387,7 +387,7 @@ class Resource(msgspec.Struct, frozen=True):
     cores_scaling: float = 1.0
     pre_start_required: bool = False
     decided_by: Decider = Decider.IDS
-    prefers: bool = True
+    offers_preference: bool = True
     ids_setting: str = ""
     sharing: SharingMode = SharingMode.NONE
     requires_mig_off: bool = False

@@ -63,7 +63,7 @@ class NumberFamily:
                 holders_per_device=10,
                 pre_start_required=True,
                 decided_by=Decider.POD,
-                prefers=False,
+                offers_preference=False,
             ),
             Resource(
                 MEMORY,
@@ -72,7 +72,7 @@ class NumberFamily:
                     (IdBlock(f"{U0}-memory-", 40960, U0), IdBlock(f"{U1}-memory-", 40960, U1))
                 ),
                 decided_by=Decider.NOBODY,
-                prefers=False,
+                offers_preference=False,
             ),
         )
 

@@ -1,6 +1,7 @@
 """The ids that kubelet is advised to give where the pod decides: those of the named GPUs.
 
-A family wants it by offering a resource with ``prefers``; the others are not asked at all.
+A family wants it by offering a resource with ``offers_preference``; the others are not asked at
+all.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AskedFamily(NumberFamily):
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         return tuple(
-            msgspec.structs.replace(resource, prefers=resource.name == NUMBER)
+            msgspec.structs.replace(resource, offers_preference=resource.name == NUMBER)
             for resource in super().resources(inventory)
         )
 

@@ -176,7 +176,7 @@ def test_what_kubelet_lists_is_compared_by_number(
     """Exactly our ids are seen, in any order and form. Every other id is a stranger."""
     seen = _seen(_allocatable(*sorted(ours | strangers, key=hash), topology=topology))
 
-    assert sum(seen.missing(block) for block in IDS.blocks) == len(IDS) - len(ours)
+    assert sum(seen.count_missing(block) for block in IDS.blocks) == len(IDS) - len(ours)
     assert seen.unknown == strangers
 
 
@@ -303,7 +303,7 @@ def test_one_answer_after_the_other_is_read_as_if_each_were_the_first(
             if topology:
                 entry.topology.nodes.add(id=1)
         encoded = response.SerializeToString()
-        assert reader.read(encoded) == decode_pod_resources(encoded, reader.wanted)
+        assert reader.read(encoded) == decode_pod_resources(encoded, reader.is_wanted)
 
 
 def _of_one_pod(*entries: tuple[str, str]) -> bytes:

@@ -34,7 +34,11 @@ class Asked:
         self.status = PluginStatus(resource.name, resource.family)
         self.lists = Revision()
         self.service = PluginService(
-            resource, self.backend, self.status, coalesce_seconds=COALESCE_SECONDS, lists=self.lists
+            resource,
+            self.backend,
+            self.status,
+            coalesce_seconds=COALESCE_SECONDS,
+            lists_revision=self.lists,
         )
 
     async def call(self, method: str, request: Any, response: Callable[[bytes], Any]) -> Any:

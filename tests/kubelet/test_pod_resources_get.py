@@ -168,12 +168,16 @@ def test_a_rate_limiter_refills_with_time() -> None:
     """
     now = 50.0
     limiter = RateLimiter(4, 10.0, lambda: now)
-    assert [limiter.take_all(3), limiter.take_all(2), limiter.take_all(1)] == [True, False, True]
-    limiter.take(5)
+    assert [limiter.take_if_left(3), limiter.take_if_left(2), limiter.take_if_left(1)] == [
+        True,
+        False,
+        True,
+    ]
+    limiter.take_anyway(5)
     now += 0.1
-    assert [limiter.take_all(1), limiter.take_all(1)] == [True, False]
+    assert [limiter.take_if_left(1), limiter.take_if_left(1)] == [True, False]
     now += 100
-    assert [limiter.take_all(5), limiter.take_all(4)] == [False, True]
+    assert [limiter.take_if_left(5), limiter.take_if_left(4)] == [False, True]
     now += 100
-    limiter.spend()
-    assert not limiter.take_all(1)
+    limiter.empty()
+    assert not limiter.take_if_left(1)

@@ -80,8 +80,8 @@ class Answers:
 def at_once(monkeypatch: pytest.MonkeyPatch, _no_blocked_loop: BlockBuster) -> None:
     """Do in the loop what is done in threads: virtual time does not wait for threads."""
 
-    async def run(function: Callable[..., Any], *args: object) -> Any:
-        return function(*args)
+    async def run(function: Callable[..., Any], *args: object, **named: object) -> Any:
+        return function(*args, **named)
 
     _no_blocked_loop.deactivate()
     monkeypatch.setattr(asyncio, "to_thread", run)

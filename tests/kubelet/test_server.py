@@ -93,7 +93,7 @@ async def test_both_places_have_the_same_options(
 ) -> None:
     """``vgpu-manager:D5``: a kubelet that trusts Register alone must call PreStartContainer too."""
     resource = msgspec.structs.replace(
-        shared_resource(pre_start_required=pre_start), prefers=prefers
+        shared_resource(pre_start_required=pre_start), offers_preference=prefers
     )
     node.offer(resource, FakeBackend(resource))
     await _all_offered(kubelet)

@@ -26,7 +26,12 @@ def counted(name: str) -> Resource:
     """A resource whose pods decide, four places on each golden GPU."""
     ids = tuple(DeviceId(f"{uuid}-{place}", uuid) for uuid in (U0, U1) for place in range(4))
     return Resource(
-        name, FAMILIES[name], ids, holders_per_device=4, decided_by=Decider.POD, prefers=False
+        name,
+        FAMILIES[name],
+        ids,
+        holders_per_device=4,
+        decided_by=Decider.POD,
+        offers_preference=False,
     )
 
 

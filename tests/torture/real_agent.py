@@ -142,7 +142,7 @@ class RealAgent:
                 resource.name,
                 [entry.id.id for entry in self.allocator.listing(resource.name) if entry.healthy],
                 resource.pre_start_required,
-                resource.prefers,
+                resource.offers_preference,
             )
             for resource in self.ledger.resources
         ]

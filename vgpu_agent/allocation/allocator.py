@@ -157,7 +157,7 @@ class Allocator:
             if offered.decided_by is Decider.IDS:
                 return self._by_ids.prefer(offered, available, must_include, size)
             # Most families do not let the kubelet ask (volcano-vgpu D10).
-            if offered.decided_by is Decider.POD and offered.prefers:
+            if offered.decided_by is Decider.POD and offered.offers_preference:
                 chosen = preference.of_named_gpus(
                     self._context,
                     self._pod_family(offered),

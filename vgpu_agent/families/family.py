@@ -114,7 +114,7 @@ class IdFamily(Family, Protocol):
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
         """Return the ids that suit best, for GetPreferredAllocation; only called for resources with
-        ``Resource.prefers``.
+        ``Resource.offers_preference``.
 
         Args:
             resource: as it is offered.
@@ -274,8 +274,8 @@ class PodFamily(Family, Protocol):
         """Return the GPUs that a scheduler has given to containers of the pod, by container: UUIDs.
         Never raises.
 
-        These GPUs are claimed for them. Where the resource has ``prefers``, the kubelet is advised
-        (GetPreferredAllocation) to give ids of them.
+        These GPUs are claimed for them. Where the resource has ``offers_preference``, the kubelet
+        is advised (GetPreferredAllocation) to give ids of them.
 
         The result has only containers that the pod's annotations allow to start. It is empty where
         these are not for this node or cannot be followed at all. Init containers are left out where

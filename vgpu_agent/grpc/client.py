@@ -44,7 +44,7 @@ async def call(
     request: bytes,
     *,
     timeout_seconds: float,
-    connected: Callable[[], Awaitable[None]] | None = None,
+    on_connected: Callable[[], Awaitable[None]] | None = None,
 ) -> bytes:
     """Make one unary call over a connection of its own.
 
@@ -53,8 +53,8 @@ async def call(
         method: ``/package.Service/Method``.
         request: the message.
         timeout_seconds: for the whole call.
-        connected: awaited after connecting and before the message is sent; if it raises, the call
-            is not made.
+        on_connected: awaited after connecting and before the message is sent; if it raises, the
+            call is not made.
 
     Raises:
         CallError: the socket has no listener, the answer is an error, or it did not come within
@@ -62,7 +62,7 @@ async def call(
     """
     channel = _Channel(path=str(socket_path), codec=Bytes())
     try:
-        return await _answer(channel, socket_path, method, request, timeout_seconds, connected)
+        return await _answer(channel, socket_path, method, request, timeout_seconds, on_connected)
     finally:
         channel.close()
 
@@ -125,7 +125,7 @@ async def _answer(
     method: str,
     request: bytes,
     timeout_seconds: float,
-    connected: Callable[[], Awaitable[None]] | None = None,
+    on_connected: Callable[[], Awaitable[None]] | None = None,
 ) -> bytes:
     name = method.rpartition("/")[2]
     try:
@@ -135,9 +135,9 @@ async def _answer(
                 method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds
             ) as stream,
         ):
-            if connected is not None:
+            if on_connected is not None:
                 await stream.send_request()  # connects; a server waits for the message
-                await connected()
+                await on_connected()
             await stream.send_message(request, end=True)
             response = await stream.recv_message()
     except grpclib.GRPCError as err:

@@ -138,7 +138,7 @@ class GrpcServer:
         self._server.cancel_methods()
         self._server.abort_connections()
 
-    async def quiet(self, seconds: float) -> None:
+    async def wait_until_quiet(self, seconds: float) -> None:
         """Wait until no call with a single answer is running, at most for ``seconds``; new calls
         are served meanwhile.
         """

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import CheckpointError
-from vgpu_agent.kubelet.names import is_entry
+from vgpu_agent.kubelet.names import is_allowed_in_checkpoint
 
 if TYPE_CHECKING:
     import io
@@ -245,7 +245,7 @@ def _any_resource(_: str) -> bool:
 
 
 async def read_checkpoint(
-    path: Path, wanted: Callable[[str], bool] = _any_resource
+    path: Path, is_wanted: Callable[[str], bool] = _any_resource
 ) -> tuple[CheckpointEntry, ...]:
     """Read the entries of the checkpoint in a thread.
 
@@ -254,14 +254,14 @@ async def read_checkpoint(
 
     Args:
         path: the checkpoint file.
-        wanted: tells whether to return the entries of a resource, given its name.
+        is_wanted: tells whether to return the entries of a resource, given its name.
 
     Raises:
         CheckpointError: the file cannot be read or decoded. If the kubelet restarts with such a
             file, it knows no allocations, and may allocate ids that running containers use. The
             message warns of that.
     """
-    return await asyncio.to_thread(_read, path, wanted)
+    return await asyncio.to_thread(_read, path, is_wanted)
 
 
 def release_memory() -> None:
@@ -273,21 +273,21 @@ def release_memory() -> None:
 
 
 def parse_checkpoint(
-    content: bytes | memoryview, *, name: str, wanted: Callable[[str], bool] = _any_resource
+    content: bytes | memoryview, *, name: str, is_wanted: Callable[[str], bool] = _any_resource
 ) -> tuple[CheckpointEntry, ...]:
     """Decode the entries in ``content``, without those with names that Kubernetes forbids.
 
     Args:
         content: the JSON text.
         name: the file's name, for errors.
-        wanted: see `read_checkpoint`.
+        is_wanted: see `read_checkpoint`.
 
     Raises:
         CheckpointError: see `read_checkpoint`.
     """
     try:
         lines = _decoder.decode(content).data.pod_device_entries or ()
-        _check_ids(lines, wanted)
+        _check_ids(lines, is_wanted)
         return tuple(
             CheckpointEntry(
                 line.pod_uid,
@@ -297,7 +297,8 @@ def parse_checkpoint(
                 line.alloc_resp,
             )
             for line in lines
-            if wanted(line.resource_name) and is_entry(line.pod_uid, line.container_name)
+            if is_wanted(line.resource_name)
+            and is_allowed_in_checkpoint(line.pod_uid, line.container_name)
         )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
         raise _unusable(
@@ -308,8 +309,8 @@ def parse_checkpoint(
         raise _unusable(name, str(err)) from err
 
 
-def _check_ids(lines: Iterable[_Line], wanted: Callable[[str], bool]) -> None:
-    raw = [line.device_ids for line in lines if wanted(line.resource_name)]
+def _check_ids(lines: Iterable[_Line], is_wanted: Callable[[str], bool]) -> None:
+    raw = [line.device_ids for line in lines if is_wanted(line.resource_name)]
     if sum(len(memoryview(ids)) for ids in raw) > _MAX_ID_BYTES_UNCOUNTED:
         count = sum(bytes(ids).count(b",") + 1 for ids in raw)
         if count > _MAX_IDS:
@@ -324,13 +325,13 @@ def _unusable(name: str, reason: str) -> CheckpointError:
     )
 
 
-def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, ...]:
+def _read(path: Path, is_wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, ...]:
     try:
         with contextlib.suppress(CheckpointError), _buffer.content(path, whole=False) as content:
-            return parse_checkpoint(content, name=str(path), wanted=wanted)
+            return parse_checkpoint(content, name=str(path), is_wanted=is_wanted)
         # A kubelet may order the keys differently: decode the whole file.
         with _buffer.content(path, whole=True) as content:
-            return parse_checkpoint(content, name=str(path), wanted=wanted)
+            return parse_checkpoint(content, name=str(path), is_wanted=is_wanted)
     except FileNotFoundError:
         return ()
     except _RejectedError as err:

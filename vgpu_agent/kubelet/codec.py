@@ -94,16 +94,17 @@ class DeviceListEncoder:
         """Encode a block. Ids of equal length differ only in the digits of their numbers,
         so the bytes between two numbers are constant.
         """
-        text = block.codec.text
-        for smallest, largest in block.equally_long():
+        number_text = block.codec.text
+        for smallest, end in block.equally_long():
             encoded = self._device(block.text(smallest), block.numa_node, healthy)
             suffix = self._suffix(block.numa_node, healthy=healthy)
             # Joining the numbers as text is the fastest way. Latin-1 maps each byte to one
             # character, so the constant bytes survive it.
-            before = encoded[: -len(suffix) - len(text(smallest))].decode("latin-1")
+            before = encoded[: -len(suffix) - len(number_text(smallest))].decode("latin-1")
             between = suffix.decode("latin-1") + before
-            for start in range(smallest, largest, IDS_IN_A_PART):
-                numbers = between.join(map(text, range(start, min(start + IDS_IN_A_PART, largest))))
+            for start in range(smallest, end, IDS_IN_A_PART):
+                part = range(start, min(start + IDS_IN_A_PART, end))
+                numbers = between.join(map(number_text, part))
                 yield before.encode("latin-1") + numbers.encode("latin-1") + suffix
 
     def _device(self, device_id: str, numa_node: int | None, healthy: bool) -> bytes:
@@ -161,13 +162,15 @@ def check_budget(resource: Resource) -> None:
     )
 
 
-def encode_options(*, pre_start_required: bool, prefers: bool = True) -> bytes:
-    """Encode DevicePluginOptions; ``prefers`` offers GetPreferredAllocation."""
-    return bytes(_options(pre_start_required=pre_start_required, prefers=prefers))
+def encode_options(*, pre_start_required: bool, offers_preference: bool = True) -> bytes:
+    """Encode DevicePluginOptions; ``offers_preference`` offers GetPreferredAllocation."""
+    return bytes(
+        _options(pre_start_required=pre_start_required, offers_preference=offers_preference)
+    )
 
 
 def encode_register(
-    *, endpoint: str, resource: str, pre_start_required: bool, prefers: bool = True
+    *, endpoint: str, resource: str, pre_start_required: bool, offers_preference: bool = True
 ) -> bytes:
     """Encode a RegisterRequest for the socket ``endpoint``, a base name."""
     return bytes(
@@ -175,7 +178,9 @@ def encode_register(
             version=API_VERSION,
             endpoint=endpoint,
             resource_name=resource,
-            options=_options(pre_start_required=pre_start_required, prefers=prefers),
+            options=_options(
+                pre_start_required=pre_start_required, offers_preference=offers_preference
+            ),
         )
     )
 
@@ -302,9 +307,9 @@ def decode_pre_start(request: bytes) -> tuple[str, ...]:
     return ids
 
 
-def _options(*, pre_start_required: bool, prefers: bool) -> v1beta1.DevicePluginOptions:
+def _options(*, pre_start_required: bool, offers_preference: bool) -> v1beta1.DevicePluginOptions:
     return v1beta1.DevicePluginOptions(
-        pre_start_required=pre_start_required, get_preferred_allocation_available=prefers
+        pre_start_required=pre_start_required, get_preferred_allocation_available=offers_preference
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.grpc import wire
-from vgpu_agent.kubelet.names import is_listed
+from vgpu_agent.kubelet.names import is_allowed_in_pod_resources
 from vgpu_agent.model import Holding, Owner
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class SeenNumbers:
     def __init__(self, resource: str, ids: NumberedIds) -> None:
         self.unknown: set[str] = set()
         self._seen = [(block, bytearray(block.count)) for block in ids.blocks]
+        # pattern → the function that reads the number in an id, and the block's bytes
         kinds: dict[bytes, tuple[Callable[[str], int | None], bytearray]] = {}
         for block, seen in self._seen:
             for kind in _kinds_of_ids(resource, block):
@@ -64,7 +65,8 @@ class SeenNumbers:
             if number is not None and number < len(seen):
                 seen[number] = 1
             else:  # ids of several blocks may look alike
-                self.note(wire.string(wire.to_bytes(wire.read_field(entry[0], 0)[2]), 2))
+                _, _, devices, _ = wire.read_field(entry[0], 0)
+                self.note(wire.string(wire.to_bytes(devices), 2))
         return end
 
     def note(self, id_: str) -> None:
@@ -75,7 +77,7 @@ class SeenNumbers:
                 return
         self._note_unknown(id_)
 
-    def missing(self, block: IdBlock) -> int:
+    def count_missing(self, block: IdBlock) -> int:
         """Count the ids of ``block`` that the kubelet does not have."""
         return block.count - next(
             (seen.count(1) for known, seen in self._seen if known == block), 0
@@ -87,10 +89,10 @@ class SeenNumbers:
 
 
 def decode_pod_resources(
-    response: bytes, wanted: Callable[[str], bool] = lambda _: True
+    response: bytes, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> tuple[Holding, ...]:
     """Decode one answer, see `PodResourcesReader.read`."""
-    return PodResourcesReader(wanted).read(response)
+    return PodResourcesReader(is_wanted).read(response)
 
 
 class PodResourcesReader:
@@ -102,13 +104,13 @@ class PodResourcesReader:
     makes no sense.
 
     Attributes:
-        wanted: tells whether the ids of the resource of that name are of interest; the others are
-            left out.
+        is_wanted: tells whether the ids of the resource of that name are of interest; the others
+            are left out.
     """
 
-    def __init__(self, wanted: Callable[[str], bool]) -> None:
-        self.wanted = wanted
-        self._entries = _Entries(2, wanted)
+    def __init__(self, is_wanted: Callable[[str], bool]) -> None:
+        self.is_wanted = is_wanted
+        self._entries = _Entries(field=2, is_wanted=is_wanted)
 
     def read(self, response: bytes) -> tuple[Holding, ...]:
         """List the holdings. Several entries of one container
@@ -124,15 +126,17 @@ class PodResourcesReader:
                 for container in wire.messages(pod, 3):
                     found, rest = self._entries.walk(container)
                     owner = Owner(wire.to_text(rest.get(1, b"")), namespace=namespace, pod=name)
-                    if not found or not is_listed(namespace, name, owner.container):
+                    if not found or not is_allowed_in_pod_resources(
+                        namespace, name, owner.container
+                    ):
                         continue
                     for resource, ids in found:
                         united.setdefault((owner, resource), {}).update(dict.fromkeys(ids))
         except wire.MalformedError as err:
-            self._entries = _Entries(2, self.wanted)
+            self._entries = _Entries(field=2, is_wanted=self.is_wanted)
             raise KubeletError(f"pod-resources: the answer cannot be understood: {err}") from err
         if self._entries.full:
-            self._entries = _Entries(2, self.wanted)
+            self._entries = _Entries(field=2, is_wanted=self.is_wanted)
         return tuple(
             Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids
         )
@@ -153,7 +157,11 @@ def decode_allocatable(
         for name, ids in offered.items()
         if isinstance(ids, NumberedIds)
     }
-    entries = _Entries(1, offered.__contains__, [seen.note_run for seen in numbered.values()])
+    entries = _Entries(
+        field=1,
+        is_wanted=offered.__contains__,
+        readers=[seen.note_run for seen in numbered.values()],
+    )
     try:
         for resource, ids in entries.walk(response)[0]:
             if seen := numbered.get(resource):
@@ -179,14 +187,14 @@ class _Entries:
     def __init__(
         self,
         field: int,
-        wanted: Callable[[str], bool],
+        is_wanted: Callable[[str], bool],
         readers: Sequence[Callable[[bytes, int], int]] = (),
     ) -> None:
         """Walk; ``readers`` are offered each position first,
         and return the position after their part.
         """
         self._field = field
-        self._is_wanted = wanted
+        self._is_wanted = is_wanted
         self._readers = readers
         # encoded name of a resource → the name if it is wanted, else ""
         self._names: dict[bytes, str] = {}
@@ -217,7 +225,7 @@ class _Entries:
             number, _, value, following = wire.read_field(message, position)
             if number != self._field:
                 rest[number] = value
-            elif resource := self._wanted(entry := wire.to_bytes(value)):
+            elif resource := self._wanted_name(entry := wire.to_bytes(value)):
                 ids = wire.strings(entry, 2)
                 found.append((resource, ids))
                 self._learn_single(message[position:following], resource, ids)
@@ -242,7 +250,7 @@ class _Entries:
             position = end
         return _end_of_run(self._run, message, position)
 
-    def _wanted(self, entry: bytes) -> str:
+    def _wanted_name(self, entry: bytes) -> str:
         """The resource name in ``entry``; empty when it is not wanted."""
         names = [value for number, _, value in wire.fields(entry) if number == 1]
         encoded = wire.to_bytes(names[-1]) if names else b""

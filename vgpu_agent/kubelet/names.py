@@ -16,14 +16,14 @@ _MAX_LOGGED = 32
 _changes = log.ChangeFilter()  # the file is read before every start
 
 
-def is_entry(pod_uid: str, container: str) -> bool:
+def is_allowed_in_checkpoint(pod_uid: str, container: str) -> bool:
     """Tell whether an entry of the checkpoint has names that Kubernetes allows."""
     return (is_uid(pod_uid) and is_container_name(container)) or _skip(
         "checkpoint", pod_uid, container
     )
 
 
-def is_listed(namespace: str, pod: str, container: str) -> bool:
+def is_allowed_in_pod_resources(namespace: str, pod: str, container: str) -> bool:
     """Tell whether an entry of pod-resources has names that Kubernetes allows."""
     usable = is_object_name(namespace) and is_object_name(pod) and is_container_name(container)
     return usable or _skip("pod-resources", f"{namespace}/{pod}", container)

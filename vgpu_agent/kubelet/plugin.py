@@ -88,7 +88,7 @@ class SentList(msgspec.Struct, frozen=True):
         """
         if isinstance(listed, SeenNumbers) and isinstance(self.devices, NumberedList):
             missing = sum(
-                listed.missing(block) for block, healthy in self.devices.blocks if healthy
+                listed.count_missing(block) for block, healthy in self.devices.blocks if healthy
             )
             return missing, listed.unknown - {device.id.id for device in self.devices.others}
         ids = listed if isinstance(listed, frozenset) else frozenset[str]()
@@ -112,7 +112,7 @@ class PluginService:
         *,
         coalesce_seconds: float,
         pre_start_required: bool | None = None,
-        lists: Revision | None = None,
+        lists_revision: Revision | None = None,
     ) -> None:
         """Serve ``resource``.
 
@@ -122,7 +122,7 @@ class PluginService:
             status: kept up to date.
             coalesce_seconds: how long changes of the list are collected into one message.
             pre_start_required: overrides the resource's own setting, see `DevicePlugin.stop`.
-            lists: advanced with each list that is sent, and with the end of each stream.
+            lists_revision: advanced with each list that is sent, and with the end of each stream.
         """
         self._resource = resource
         self._backend = backend
@@ -136,7 +136,7 @@ class PluginService:
         self._open = 0
         # the last list, and when (monotonic)
         self._sent: tuple[Sequence[ListedDevice], float] | None = None
-        self._lists = lists
+        self._lists_revision = lists_revision
         self.activity = Revision()  # advances when a stream opens, sends a list, or ends
         self.streams_opened = 0
         self.lists_sent = 0
@@ -182,7 +182,8 @@ class PluginService:
 
     async def _options(self, _: bytes) -> bytes:
         return codec.encode_options(
-            pre_start_required=self._pre_start_required, prefers=self._resource.prefers
+            pre_start_required=self._pre_start_required,
+            offers_preference=self._resource.offers_preference,
         )
 
     async def _list_and_watch(self, _: bytes, send: Send) -> None:
@@ -243,8 +244,8 @@ class PluginService:
 
     def _note_activity(self) -> None:
         self.activity.advance()
-        if self._lists is not None:
-            self._lists.advance()
+        if self._lists_revision is not None:
+            self._lists_revision.advance()
 
     async def _prefer(self, request: bytes) -> bytes:
         # An error here would fail the pod's admission (kubelet §6). A poor choice only costs some

@@ -76,7 +76,7 @@ class RateLimiter:
         self._clock = clock
         self._left, self._counted_at = float(at_once), clock()
 
-    def take_all(self, calls: int) -> bool:
+    def take_if_left(self, calls: int) -> bool:
         """Take that many calls if they are left, else none; return whether they were left."""
         self._refill()
         if self._left < calls:
@@ -84,12 +84,12 @@ class RateLimiter:
         self._left -= calls
         return True
 
-    def take(self, calls: int) -> None:
+    def take_anyway(self, calls: int) -> None:
         """Take that many calls, or as many as are left: they are made in any case."""
         self._refill()
         self._left = max(0.0, self._left - calls)
 
-    def spend(self) -> None:
+    def empty(self) -> None:
         """Empty the bucket: another client has used the rate."""
         self._left, self._counted_at = 0.0, self._clock()
 
@@ -157,11 +157,11 @@ class PodResources:
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._backoff = Backoff(_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
-        self._not_before = 0.0
-        self._refused_until = 0.0  # the kubelet has refused a Get, and would refuse a List, too
+        self._no_call_before = 0.0
+        self._get_refused_until = 0.0  # the kubelet has refused a Get, and would refuse a List, too
         self._refusal = ""
-        self._gets = RateLimiter(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
-        self._without_get: tuple[int, int, int] | None = None
+        self._get_limiter = RateLimiter(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
+        self._socket_without_get: tuple[int, int, int] | None = None
         self._reader: PodResourcesReader | None = None
         self.lists = self.gets = 0
 
@@ -169,28 +169,28 @@ class PodResources:
         """Drop the connection that is kept between calls."""
         self._caller.close()
 
-    async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
-        """List the ``wanted`` resources of every live container of the node. The owners have no
-        UID. Answers of any size are accepted.
+    async def list(self, is_wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
+        """List what every live container of the node has of the resources that ``is_wanted``
+        accepts by name. The owners have no UID. Answers of any size are accepted.
 
         Raises:
             KubeletBusyError: the kubelet refuses calls for a while (kubelet V12).
             KubeletError: no socket, no such API, no answer in time, or an answer that makes no
                 sense.
         """
-        self._gets.take(1)
-        if (left := self._refused_until - self._clock()) > 0:
+        self._get_limiter.take_anyway(1)
+        if (left := self._get_refused_until - self._clock()) > 0:
             await asyncio.sleep(left)
         answer = await self._call(_LIST)
         self.lists += 1
         # In a thread, because a node with thousands of ids takes a tenth of a second to decode.
-        return await asyncio.to_thread(decode_pod_resources, answer, wanted)
+        return await asyncio.to_thread(decode_pod_resources, answer, is_wanted)
 
     async def get(
-        self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True
+        self, pods: Collection[tuple[str, str]], is_wanted: Callable[[str], bool] = lambda _: True
     ) -> tuple[Holding, ...]:
-        """Return the ``wanted`` resources of these pods, (namespace, name).
-        A pod unknown to the kubelet has none.
+        """Return what these pods, (namespace, name), have of the resources that ``is_wanted``
+        accepts by name. A pod unknown to the kubelet has none.
 
         Unlike List it may still show the ids of a pod that has ended, until another pod gets them.
 
@@ -199,21 +199,22 @@ class PodResources:
             KubeletBusyError: the kubelet refuses calls for a while (kubelet V12).
             KubeletError: no socket, no answer in time, or an answer that makes no sense.
         """
-        if self._without_get is not None and self._without_get == await asyncio.to_thread(
-            _identity, self._socket_path
+        if (
+            self._socket_without_get is not None
+            and self._socket_without_get == await asyncio.to_thread(_identity, self._socket_path)
         ):
             raise GetNotPossibleError(
                 f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True
             )
-        self._without_get = None
-        if self._clock() < self._refused_until or not self._gets.take_all(len(pods)):
+        self._socket_without_get = None
+        if self._clock() < self._get_refused_until or not self._get_limiter.take_if_left(len(pods)):
             raise GetNotPossibleError(
                 "pod-resources: the kubelet has been asked as often as it allows"
             )
         answers = [await self._get(*pod) for pod in pods]  # hardly ever more than one
         self.gets += len(answers)
-        if self._reader is None or self._reader.wanted != wanted:
-            self._reader = PodResourcesReader(wanted)
+        if self._reader is None or self._reader.is_wanted != is_wanted:
+            self._reader = PodResourcesReader(is_wanted)
         return tuple(holding for answer in answers for holding in self._reader.read(answer))
 
     async def _get(self, namespace: str, name: str) -> bytes:
@@ -227,7 +228,7 @@ class PodResources:
         except GetNotPossibleError as err:
             if err.for_good:
                 # A kubelet makes a new socket when it starts, and a newer kubelet may have Get.
-                self._without_get = await asyncio.to_thread(_identity, self._socket_path)
+                self._socket_without_get = await asyncio.to_thread(_identity, self._socket_path)
             raise
 
     async def allocatable(
@@ -243,7 +244,7 @@ class PodResources:
         return await asyncio.to_thread(decode_allocatable, await self._call(_ALLOCATABLE), offered)
 
     async def _call(self, method: str, request: bytes = codec.EMPTY) -> bytes:
-        if (left := self._not_before - self._clock()) > 0:
+        if (left := self._no_call_before - self._clock()) > 0:
             # The text of the last refusal, unchanged: trouble with the same text is logged once.
             raise KubeletBusyError(self._refusal, left)
         try:
@@ -258,7 +259,7 @@ class PodResources:
             return special
         if err.status == "RESOURCE_EXHAUSTED":
             pause = self._backoff.pause()
-            self._not_before = self._clock() + pause
+            self._no_call_before = self._clock() + pause
             self._refusal = (
                 f"pod-resources: the kubelet was asked too often ({err.text}); the next call is "
                 f"in {pause:g} s"
@@ -290,8 +291,8 @@ class PodResources:
             )
         if err.status == "RESOURCE_EXHAUSTED":
             # Other programs ask too. List is the better use of the remaining calls.
-            self._refused_until = self._clock() + _AFTER_A_REFUSED_GET_SECONDS
-            self._gets.spend()
+            self._get_refused_until = self._clock() + _AFTER_A_REFUSED_GET_SECONDS
+            self._get_limiter.empty()
             return GetNotPossibleError(
                 f"pod-resources: the kubelet was asked too often ({err.text})"
             )

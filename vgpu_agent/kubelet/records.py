@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 
 
 async def read_records(
-    pod_resources: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True
+    pod_resources: PodResources, checkpoint: Path, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> KubeletRecords:
-    """Read the picture of the ``wanted`` resources now;
+    """Read the picture of the resources whose names ``is_wanted`` accepts;
     never raises, because the agent continues with its ledger.
     """
     trouble = []
     listed: tuple[Holding, ...] | None = None
     try:
-        listed = await pod_resources.list(wanted)
+        listed = await pod_resources.list(is_wanted)
     except KubeletError as err:
         trouble.append(str(err))
     entries: tuple[CheckpointEntry, ...] | None = None
     try:
         # After List, which makes the kubelet forget ended pods, so that fewer of them are still in
         # the file.
-        entries = await read_checkpoint(checkpoint, wanted)
+        entries = await read_checkpoint(checkpoint, is_wanted)
     except CheckpointError as err:
         trouble.append(str(err))
     holdings = await asyncio.to_thread(join, listed, entries or ())

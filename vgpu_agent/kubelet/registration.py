@@ -41,14 +41,14 @@ async def register(
     resource: str,
     pre_start_required: bool,
     timeout_seconds: float,
-    prefers: bool = True,
-    connected: Callable[[], Awaitable[None]] | None = None,
+    offers_preference: bool = True,
+    on_connected: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Announce that ``resource`` is served on the socket ``endpoint``,
     a base name beside the kubelet's socket.
 
-    ``connected`` is awaited once a kubelet has accepted the connection, and may raise. With
-    ``prefers`` the kubelet is to ask which ids suit best (GetPreferredAllocation).
+    ``on_connected`` is awaited once a kubelet has accepted the connection, and may raise. With
+    ``offers_preference`` the kubelet is to ask which ids suit best (GetPreferredAllocation).
 
     Raises:
         RegistrationRefusedError: the kubelet refuses this API version or this resource name for
@@ -58,7 +58,10 @@ async def register(
         KubeletError: anything else; trying again later may help.
     """
     request = codec.encode_register(
-        endpoint=endpoint, resource=resource, pre_start_required=pre_start_required, prefers=prefers
+        endpoint=endpoint,
+        resource=resource,
+        pre_start_required=pre_start_required,
+        offers_preference=offers_preference,
     )
     try:
         await call(
@@ -66,7 +69,7 @@ async def register(
             _METHOD,
             request,
             timeout_seconds=timeout_seconds,
-            connected=connected,
+            on_connected=on_connected,
         )
     except CallError as err:
         if isinstance(err.__cause__, ConnectionRefusedError):

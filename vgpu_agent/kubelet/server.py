@@ -71,10 +71,10 @@ class DevicePlugin:
         backend: Backend,
         directory: DirectoryWatch,
         journal: Journal,
-        lists: Revision | None = None,
+        lists_revision: Revision | None = None,
         may_register: asyncio.Event | None = None,
     ) -> None:
-        """Build it; ``lists`` is advanced with each list that the kubelet is sent,
+        """Build it; ``lists_revision`` is advanced with each list that the kubelet is sent,
         and with the end of each stream. Registrations wait for ``may_register``.
         """
         self.resource = resource
@@ -82,15 +82,16 @@ class DevicePlugin:
         self._backend = backend
         self._directory = directory
         self._journal = journal
-        self._lists = lists
+        self._lists_revision = lists_revision
         self._stopping = asyncio.Event()
         self._has_successor = False
-        self._let_go = asyncio.Event()
+        self._streams_ended = asyncio.Event()
         self._may_register = may_register
         self._ended = asyncio.Event()
         self._ended.set()
         self._registered: _Instance | None = None
         self._listening = ListenBackoff(RETRY_MAX_SECONDS)
+        # what was logged; `over` has it logged anew
         self._changes = log.ChangeFilter(again_seconds=_LOG_AGAIN_SECONDS)
 
     @property
@@ -114,7 +115,7 @@ class DevicePlugin:
         until there is another kubelet.
         """
         self._ended.clear()
-        self._let_go.clear()
+        self._streams_ended.clear()
         backoff = Backoff(RETRY_MIN_SECONDS, RETRY_MAX_SECONDS)
         last_kubelet: SocketIdentity | None = None
         try:
@@ -145,7 +146,7 @@ class DevicePlugin:
             raise
         finally:
             self.status.stream_open = False
-            self._let_go.set()
+            self._streams_ended.set()
             self._ended.set()
 
     async def stop(self) -> None:
@@ -166,7 +167,7 @@ class DevicePlugin:
         """
         self._has_successor = True
         self._stopping.set()
-        await self._let_go.wait()
+        await self._streams_ended.wait()
 
     async def _attempt(self, kubelet: SocketIdentity, backoff: Backoff) -> None:
         """Do one round; afterwards the next may follow at once,
@@ -252,7 +253,7 @@ class DevicePlugin:
             self._backend,
             self.status,
             self._directory,
-            lists=self._lists,
+            lists_revision=self._lists_revision,
         )
         try:
             await instance.start()
@@ -261,6 +262,7 @@ class DevicePlugin:
                 return "the agent stops"  # before the registration was done
             self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
             self.status.registrations += 1
+            # the difference between the kubelet's ids and those sent, if there is one
             self.status.last_error = self.status.list_fault
             self._changes.over("registration")
             ids = len(self._backend.listing(self.resource.name))
@@ -274,8 +276,8 @@ class DevicePlugin:
             if self._stopping.is_set():
                 self.status.state = PluginState.DRAINING
             if self._has_successor:
-                await instance.let_go()
-                self._let_go.set()
+                await instance.end_streams_when_quiet()
+                self._streams_ended.set()
                 await instance.until_disconnected()
             await instance.close()
             self.status.endpoint = ""
@@ -357,7 +359,7 @@ class _Instance:
         directory: DirectoryWatch,
         *,
         pre_start_required: bool | None = None,
-        lists: Revision | None = None,
+        lists_revision: Revision | None = None,
     ) -> None:
         self.name = sockets.new_socket_name(resource.name)
         self._resource = resource
@@ -376,7 +378,7 @@ class _Instance:
             status,
             coalesce_seconds=COALESCE_SECONDS,
             pre_start_required=self._pre_start_required,
-            lists=lists,
+            lists_revision=lists_revision,
         )
         self._server = GrpcServer(
             unary=self._service.unary_methods,
@@ -400,7 +402,7 @@ class _Instance:
         Raises:
             ListenError: the socket cannot be created.
         """
-        self._listener = await asyncio.to_thread(bind, self._path, "--kubelet-dir")
+        self._listener = await asyncio.to_thread(bind, self._path, setting="--kubelet-dir")
         await self._server.start(self._listener)
         self._identity = await asyncio.to_thread(identity, self._path)
 
@@ -415,9 +417,9 @@ class _Instance:
             endpoint=self.name,
             resource=self._resource.name,
             pre_start_required=self._pre_start_required,
-            prefers=self._resource.prefers,
+            offers_preference=self._resource.offers_preference,
             timeout_seconds=timeout_seconds,
-            connected=self._confirm_socket,
+            on_connected=self._confirm_socket,
         )
 
     async def _confirm_socket(self) -> None:
@@ -475,11 +477,11 @@ class _Instance:
                 timeout_seconds=left,
             )
 
-    async def let_go(self) -> None:
+    async def end_streams_when_quiet(self) -> None:
         """End the streams while no other call is running; wait for both as long as draining may
         take.
         """
-        await self._server.quiet(DRAIN_SECONDS)
+        await self._server.wait_until_quiet(DRAIN_SECONDS)
         self._service.end_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):

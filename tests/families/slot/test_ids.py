@@ -109,7 +109,7 @@ def test_twenty_thousand_ids_are_served(ledger: Ledger) -> None:
     assert isinstance(resource.ids, NumberedIds)
     seen = decode_allocatable(allocatable.SerializeToString(), {RESOURCE: resource.ids})[RESOURCE]
     assert isinstance(seen, SeenNumbers)
-    assert [seen.missing(block) for block in resource.ids.blocks] == [5, 0]
+    assert [seen.count_missing(block) for block in resource.ids.blocks] == [5, 0]
     assert seen.unknown == {"gAA"}
 
 

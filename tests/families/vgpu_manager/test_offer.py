@@ -78,14 +78,14 @@ def test_only_slots_are_booked_and_answered(prefers: bool) -> None:
     """PreStartContainer is always called; GetPreferredAllocation where its gate is on."""
     found = offered(prefer_claimed=prefers)
     number = found[NUMBER]
-    assert (number.decided_by, number.pre_start_required, number.prefers) == (
+    assert (number.decided_by, number.pre_start_required, number.offers_preference) == (
         Decider.POD,
         True,
         prefers,
     )
     for name in (CORES, MEMORY):
         counted = found[name]
-        assert (counted.decided_by, counted.pre_start_required, counted.prefers) == (
+        assert (counted.decided_by, counted.pre_start_required, counted.offers_preference) == (
             Decider.NOBODY,
             False,
             False,

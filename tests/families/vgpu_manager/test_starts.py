@@ -79,8 +79,8 @@ def test_advice_follows_the_claim_and_changes_nothing() -> None:
     assert read is not None
     assert read.annotations == pod.annotations
     (resource, *_) = node.ledger.resources
-    assert resource.prefers
-    assert not place().ledger.resources[0].prefers
+    assert resource.offers_preference
+    assert not place().ledger.resources[0].offers_preference
 
 
 async def test_the_oldest_time_takes_nothing() -> None:

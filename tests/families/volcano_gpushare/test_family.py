@@ -52,7 +52,7 @@ def test_memory_is_offered_by_the_mebibyte_and_cards_are_counted() -> None:
         ("0-", 24576, U0, None),
         ("1-", 24576, U1, None),
     ]
-    assert (resource.decided_by, resource.pre_start_required, resource.prefers) == (
+    assert (resource.decided_by, resource.pre_start_required, resource.offers_preference) == (
         Decider.POD,
         True,
         False,

@@ -91,7 +91,7 @@ def test_only_the_number_is_booked_and_answered() -> None:
             Decider.NOBODY,
             False,
         )
-    assert not any(resource.prefers for resource in offered.values())
+    assert not any(resource.offers_preference for resource in offered.values())
 
 
 def test_cards_are_counted_by_minor_number() -> None:

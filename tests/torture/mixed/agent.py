@@ -284,7 +284,7 @@ class MixedAgent:
         self._registered = True
         for resource in self.ledger.resources:
             plugin = BackendPlugin(self.life, self.allocator, resource.name)
-            endpoint = Endpoint(plugin, resource.pre_start_required, resource.prefers)
+            endpoint = Endpoint(plugin, resource.pre_start_required, resource.offers_preference)
             sent = self.allocator.listing(resource.name)
             kubelet.devices.listed_ids[resource.name] = len(sent)
             self._note_sent(resource.name, sent)

@@ -241,7 +241,7 @@ class Offering:
                 backend=self._allocator,
                 directory=self._directory,
                 journal=self._journal,
-                lists=self.lists_sent,
+                lists_revision=self.lists_sent,
                 may_register=self.may_register,
             )
             self._supervisor.start(_task(name), plugin.run)
@@ -281,7 +281,7 @@ def _options(resource: Resource) -> tuple[bool, bool]:
     """Return the options that the kubelet receives once, when the resource is registered: whether
     it calls PreStartContainer, and whether GetPreferredAllocation.
     """
-    return resource.pre_start_required, resource.prefers
+    return resource.pre_start_required, resource.offers_preference
 
 
 def _task(resource: str) -> str:

@@ -146,7 +146,7 @@ def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         cores_scaling=options.cores_scaling,
         pre_start_required=True,
         decided_by=Decider.POD,
-        prefers=options.prefer_claimed,
+        offers_preference=options.prefer_claimed,
         ids_setting=f"{_SETTINGS}.deviceSplitCount",
         requires_mig_off=True,
         init_shares=True,  # init containers have claims of their own
@@ -199,7 +199,7 @@ def _quota(
         FAMILY,
         NumberedIds(blocks),
         decided_by=Decider.NOBODY,
-        prefers=False,
+        offers_preference=False,
         ids_setting=f"{_SETTINGS}.{setting}",
         requires_mig_off=True,
         withheld=withheld(inventory, options),

@@ -341,7 +341,7 @@ class VolcanoGpushareFamily:
             holders_per_device=holders_per_device,
             pre_start_required=True,
             decided_by=Decider.POD,
-            prefers=False,
+            offers_preference=False,
             ids_setting=ids_setting,
             requires_mig_off=True,
         )

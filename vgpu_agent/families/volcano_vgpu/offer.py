@@ -215,7 +215,7 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
             cores_scaling=options.cores_scaling,
             pre_start_required=True,
             decided_by=Decider.POD,
-            prefers=False,
+            offers_preference=False,
             ids_setting=options.place_of("deviceSplitCount"),
         ),
         _counted(names.memory, _memory_ids(gpus, offer), options.place_of("gpuMemoryFactor")),
@@ -265,7 +265,12 @@ def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ..
 
 def _counted(name: str, ids: NumberedIds, ids_setting: str) -> Resource:
     return Resource(
-        name, FAMILY, ids, decided_by=Decider.NOBODY, prefers=False, ids_setting=ids_setting
+        name,
+        FAMILY,
+        ids,
+        decided_by=Decider.NOBODY,
+        offers_preference=False,
+        ids_setting=ids_setting,
     )
 
 
