@@ -59,7 +59,7 @@ async def made(specs: GeneratedSpecs, wanted: Wanted) -> None:
     """Have it made and wait for the end of the first try."""
     specs.want(wanted)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await specs.settled.wait()
+        await specs.tried.wait()
 
 
 def read(path: Path) -> Any:
@@ -174,14 +174,14 @@ async def test_what_an_earlier_agent_has_made_is_gone_by_while_the_tool_fails(
         await made(specs, wanted)
         assert specs.names == names
         assert "GPU is lost" in specs.error
-        assert specs.described is None
+        assert specs.gpu_spec_facts is None
         assert [entry.event for entry in specs._journal.entries] == [
             "cdi.spec_found",
             "cdi.trouble",
         ]
         await asyncio.to_thread(tool.node.restore, 1)
         await until(lambda: not specs.error)
-        assert specs.described == 2
+        assert specs.gpu_spec_facts == 2
 
 
 async def test_what_needs_no_tool_is_there_while_the_tool_hangs(tool: Tool, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ async def test_what_needs_no_tool_is_there_while_the_tool_hangs(tool: Tool, tmp_
     async with running(tmp_path / "cdi") as specs:
         specs.want(wanted)
         await until(lambda: specs.names == names)
-        assert not specs.settled.is_set()
+        assert not specs.tried.is_set()
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class Node:
                 supervisor,
                 self.journal,
                 holders=lambda _: self.pods,
-                changed=self._changed,
+                on_change=self._changed,
                 gpus=lambda: self.gpus.uuids,
                 view=MpsView(str(self.root), simulated=True),
                 share_memory=_no_memory,

@@ -64,7 +64,7 @@ async def test_a_daemon_starts_again_without_a_gpu_that_is_lost(node: Node) -> N
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
-        supervision._daemons[RESOURCE]._modes._set[lost] = "EXCLUSIVE_PROCESS"
+        supervision._daemons[RESOURCE]._modes._last_set[lost] = "EXCLUSIVE_PROCESS"
         end_daemon(node.pipe)
         await until(lambda: node.events("mps.daemon_lost"))
         await until_running(supervision)

@@ -24,7 +24,7 @@ def _tool(tmp_path: Path, script: str, *, seconds: float = PATIENCE_SECONDS) -> 
 async def test_stdin_environment_and_output_go_through(tmp_path: Path) -> None:
     """The tool sees the text and exactly the environment that it is given."""
     tool = await asyncio.to_thread(_tool, tmp_path, 'read line; echo "$line $ONLY $HOME"')
-    assert await tool.run(text="hello\n", environment={"ONLY": "this"}) == "hello this \n"
+    assert await tool.run(stdin="hello\n", environment={"ONLY": "this"}) == "hello this \n"
 
 
 async def test_a_program_is_found_by_the_agents_own_path(

@@ -134,12 +134,12 @@ class CdiController:
             )
         # nvidia.com/gpu of the container toolkit, or the kind of the specs that the agent generates
         self._kind = TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND
-        self._roots: Roots | None = None
+        self._roots: Roots | None = None  # where the driver and its device nodes are
         self._tool = settings.cdi.nvidia_ctk
         self._channels = Channels()
         self._inventory: Inventory | None = None
         self._nameless: dict[str, str] = {}  # devices that have no name, and why
-        self._kept_back: dict[str, str] = {}
+        self._kept_back: dict[str, str] = {}  # those of them that are cordoned, and why
         # names that are missing, or stand for another device by now
         self._wrong_names: frozenset[str] = frozenset()
         self._followed = 0  # version of the names that the offers are in line with
@@ -189,7 +189,7 @@ class CdiController:
             # a tool that hangs must not keep the agent from starting
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(START_WAIT_SECONDS):
-                    await self._source.settled.wait()
+                    await self._source.tried.wait()
             self._keep_back()
         # offers that are built from now on take all names so far into account
         self._followed = self._source.revision.version
@@ -267,7 +267,10 @@ class CdiController:
         if not self._needed():
             return CdiStatus(strategies=strategies)
         return CdiStatus(
-            self._settings.cdi.source, strategies, self._source.statuses, self._source.names
+            source=self._settings.cdi.source,
+            strategies=strategies,
+            specs=self._source.statuses,
+            names=self._source.names,
         )
 
     async def withdraw(self) -> None:
@@ -320,24 +323,24 @@ class CdiController:
         if isinstance(self._source, GeneratedSpecs):
             cdi = self._settings.cdi
             ctk = CtkOptions(
-                self._command(),
-                nvidia_ctk.TIMEOUT_SECONDS,
-                self._roots,
-                cdi.hook_path,
-                cdi.feature_flags,
-                cdi.disable_hooks,
+                command=self._command(),
+                timeout_seconds=nvidia_ctk.TIMEOUT_SECONDS,
+                roots=self._roots,
+                hook_path=cdi.hook_path,
+                feature_flags=cdi.feature_flags,
+                disable_hooks=cdi.disable_hooks,
             )
             driver = self._inventory.driver_version
             id_strategy = "index" if self._by_index else "uuid"
             self._source.want(
                 Wanted(
-                    (present_cards(self._inventory), driver),
-                    driver,
-                    id_strategy,
-                    self._modes(),
-                    self._channels.ids,
-                    self._channels.root,
-                    ctk,
+                    device_facts=(present_cards(self._inventory), driver),
+                    driver_version=driver,
+                    id_strategy=id_strategy,
+                    modes=self._modes(),
+                    channels=self._channels.ids,
+                    channel_root=self._channels.root,
+                    ctk=ctk,
                 )
             )
         if not any(report.name == _TASK for report in self._supervisor.reports):
@@ -369,12 +372,12 @@ class CdiController:
         one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {
             f"{self._kind}=all"
         }
-        described, opened = self._described(), self._opened()
+        places_then, opened = self._places_in_spec(), self._nodes_by_name()
         missing = {
             uuid: name
             for uuid, place, name in self._named()
             if name not in names
-            or (described is not None and described.get(uuid) != place)
+            or (places_then is not None and places_then.get(uuid) != place)
             or opens_another(opened.get(name, ()), place)
         }
         self._nameless = dict.fromkeys(missing, why) if self._needed() and not one_for_all else {}
@@ -405,7 +408,7 @@ class CdiController:
             self._source, GeneratedSpecs
         )
 
-    def _opened(self) -> dict[str, list[str]]:
+    def _nodes_by_name(self) -> dict[str, list[str]]:
         """The device nodes by which each name of a spec gives a container its device."""
         return {
             f"{spec.kind}={device.name}": [
@@ -416,14 +419,14 @@ class CdiController:
             for device in spec.devices
         }
 
-    def _described(self) -> dict[str, Place] | None:
+    def _places_in_spec(self) -> dict[str, Place] | None:
         """Return UUID → place of each device at the time when the spec was made;
         None where a name can stand for one device only.
         """
         if not self._by_index or not isinstance(self._source, GeneratedSpecs):
             return None
-        made = self._source.described
-        return dict(places(made[0])) if isinstance(made, tuple) else {}
+        facts = self._source.gpu_spec_facts  # as `_want` has passed them
+        return dict(places(facts[0])) if isinstance(facts, tuple) else {}
 
 
 def _namable(inventory: Inventory) -> bool:

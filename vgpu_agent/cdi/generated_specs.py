@@ -58,8 +58,8 @@ class Wanted(msgspec.Struct, frozen=True):
     """The desired content of the generated specs.
 
     Attributes:
-        devices: all facts about the GPUs and the driver on which the GPUs' spec depends: the spec
-            is made again when they differ.
+        device_facts: all facts about the GPUs and the driver on which the GPUs' spec depends: the
+            spec is made again when they differ.
         driver_version: of the driver that runs now; empty when unknown.
         id_strategy: ``uuid`` or ``index``: how GPUs and MIG instances are named.
         modes: of `config.types.DEVICE_MODES`.
@@ -68,7 +68,7 @@ class Wanted(msgspec.Struct, frozen=True):
         ctk: how the tool is run.
     """
 
-    devices: Hashable
+    device_facts: Hashable
     driver_version: str = ""
     id_strategy: str = "uuid"
     modes: tuple[str, ...] = ()
@@ -87,11 +87,11 @@ class _EarlierSpec(NamedTuple):
 class _Made(msgspec.Struct):
     """The content of one file: what it was made for, when, and whether runtimes can find it.
 
-    ``described`` are the `Wanted.devices` at that time; None for a file of an earlier agent.
+    ``device_facts`` are those of `Wanted` at that time; None for a file of an earlier agent.
     """
 
     made_for: Hashable
-    described: Hashable
+    device_facts: Hashable
     spec: Spec | None
     at: float
     written: bool = True
@@ -131,17 +131,17 @@ class GeneratedSpecs:
         self._clock = clock
         self._wanted: Latest[Wanted | None] = Latest(None)
         self._made: dict[str, _Made] = {}
-        self._unwritten: dict[str, _Made] = {}
+        self._unwritten: dict[str, _Made] = {}  # made, but not in their files yet
         self._errors: dict[str, str] = {}
-        self._stuck = Stuck()
-        self._knows_earlier = False
-        self.settled = asyncio.Event()  # the current desired state was tried at least once
+        self._stuck = Stuck()  # a killed run of the tool that does not end
+        self._knows_earlier = False  # true once the file of an earlier agent was looked for
+        self.tried = asyncio.Event()  # the current desired state was tried at least once
         self.revision = Revision()  # of the names and errors
 
     def want(self, wanted: Wanted) -> None:
         """Have the specs made for this desired content, unless they already are."""
         if wanted != self._wanted.value:
-            self.settled.clear()
+            self.tried.clear()
             self._wanted.publish(wanted)
 
     @property
@@ -157,10 +157,10 @@ class GeneratedSpecs:
         )
 
     @property
-    def described(self) -> Hashable:
-        """`Wanted.devices` of the GPUs' spec that is there now; None while there is none."""
+    def gpu_spec_facts(self) -> Hashable:
+        """`Wanted.device_facts` of the GPUs' spec that is there now; None while there is none."""
         made = self._made.get(GPU_KIND)
-        return made.described if made is not None else None
+        return made.device_facts if made is not None else None
 
     @property
     def error(self) -> str:
@@ -183,13 +183,13 @@ class GeneratedSpecs:
         while True:
             beat()
             version, wanted = self._wanted.version, self._wanted.value
-            well = wanted is None or await self._bring_about(wanted, beat)
+            all_made = wanted is None or await self._bring_about(wanted, beat)
             if version == self._wanted.version and wanted is not None:
-                self.settled.set()
-            if well:
+                self.tried.set()
+            if all_made:
                 backoff.reset()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._look_seconds if well else backoff.pause()):
+                async with asyncio.timeout(self._look_seconds if all_made else backoff.pause()):
                     await self._wanted.newer_than(version)
                     backoff.reset()
 
@@ -244,7 +244,9 @@ class GeneratedSpecs:
         self._knows_earlier = True
         path = self._path(GPU_KIND)
         if found := await asyncio.to_thread(_read_earlier, path, GPU_KIND, wanted.driver_version):
-            self._made[GPU_KIND] = _Made(None, None, found.spec, found.at)
+            self._made[GPU_KIND] = _Made(
+                made_for=None, device_facts=None, spec=found.spec, at=found.at
+            )
             self._journal.record(
                 "cdi.spec_found", kind=GPU_KIND, path=path, devices=len(found.spec.devices)
             )
@@ -261,7 +263,10 @@ class GeneratedSpecs:
         fresh = self._unwritten.get(kind)
         if fresh is None or fresh.made_for != made_for:
             fresh = self._unwritten[kind] = _Made(
-                made_for, wanted.devices, await self._make(kind, wanted), self._clock()
+                made_for=made_for,
+                device_facts=wanted.device_facts,
+                spec=await self._make(kind, wanted),
+                at=self._clock(),
             )
         if fresh.spec is not None and not await self._is_written(kind, fresh.spec):
             # the old file is good until this one has taken its place
@@ -302,7 +307,7 @@ class GeneratedSpecs:
 
     def _made_for(self, kind: str, wanted: Wanted) -> Hashable:
         if kind == GPU_KIND:
-            return wanted.devices, wanted.id_strategy, wanted.ctk
+            return wanted.device_facts, wanted.id_strategy, wanted.ctk
         return (wanted.channels, wanted.channel_root) if kind == _CHANNEL_KIND else wanted.ctk
 
     def _path(self, kind: str) -> str:
@@ -316,7 +321,11 @@ class GeneratedSpecs:
             else ()
         )
         return CdiSpecStatus(
-            kind, self._path(kind), devices, made.at if made else 0.0, self._errors.get(kind, "")
+            kind=kind,
+            path=self._path(kind),
+            devices=devices,
+            made_at=made.at if made else 0.0,
+            error=self._errors.get(kind, ""),
         )
 
 

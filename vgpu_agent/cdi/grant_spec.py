@@ -90,7 +90,7 @@ def spec_text(record: GrantRecord, edits: Edits, inlined: InlinedEdits | None = 
             f"a CDI spec cannot carry other CDI names ({', '.join(names)}); choose the device list "
             "strategy envvar, or binding.mode early"
         )
-    inlined = inlined or InlinedEdits(CDI_VERSION, {})
+    inlined = inlined or InlinedEdits(version=CDI_VERSION, container_edits={})
     spec = {
         "cdiVersion": inlined.version if inlined.version in _NEWER else CDI_VERSION,
         "kind": CDI_KIND,

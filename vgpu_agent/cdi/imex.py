@@ -40,6 +40,7 @@ def find_channels(wanted: Sequence[int], roots: Roots) -> Channels:
     """Look for the wanted channels below the driver's device root, then below ``/``."""
     if not wanted:
         return Channels()
+    # directory as the agent sees it → the same on the node
     places = {"": "/"} | {roots.dev.rstrip("/"): roots.dev_on_node}
     found: tuple[int, ...] = ()
     on_node = "/"
@@ -77,7 +78,7 @@ def channel_spec(kind: str, channels: Sequence[int], root: str) -> Spec:
         on_node = root.rstrip("/") + path
         node = DeviceNode(path, host_path="" if on_node == path else on_node)
         devices.append(Device(str(channel), ContainerEdits(device_nodes=(node,))))
-    return Spec("0.5.0", kind, tuple(devices))
+    return Spec(cdi_version="0.5.0", kind=kind, devices=tuple(devices))
 
 
 def _is_character_device(path: str) -> bool:

@@ -71,7 +71,8 @@ def resolve_edits(names: Iterable[str], specs: Sequence[Spec]) -> InlinedEdits:
         additional_gids=_distinct(group for part in parts for group in part.additional_gids),
     )
     return InlinedEdits(
-        least_version(edits, annotated=True), msgspec.json.decode(msgspec.json.encode(edits))
+        version=least_version(edits, annotated=True),
+        container_edits=msgspec.json.decode(msgspec.json.encode(edits)),
     )
 
 

@@ -73,11 +73,11 @@ class Stuck:
     def __init__(self) -> None:
         self.process: asyncio.subprocess.Process | None = None
 
-    def require_none(self, shown: str) -> None:
-        """Raise `CdiError` while there is such a run; ``shown`` is the program in its text."""
+    def require_none(self, program: str) -> None:
+        """Raise `CdiError` while there is such a run; its text names ``program``."""
         if self.process is not None and self.process.returncode is None:
             raise CdiError(
-                f"an earlier {shown} (process {self.process.pid}) does not end even when killed; "
+                f"an earlier {program} (process {self.process.pid}) does not end even when killed; "
                 "the driver hangs, see nvidia-smi and dmesg"
             )
         self.process = None
@@ -110,23 +110,25 @@ async def generate(
             runtime takes.
     """
     arguments = _arguments(options, vendor=vendor, name=name, mode=mode, id_strategy=id_strategy)
-    shown = options.command[-1]
-    status, out, err = await _run([*options.command, *arguments], options, shown, stuck or Stuck())
+    program = options.command[-1]
+    status, out, err = await _run(
+        [*options.command, *arguments], options, program, stuck or Stuck()
+    )
     if status != 0:
         if _NOTHING_TO_INJECT in err and mode != "auto":
             return None
         raise CdiError(
-            f"{shown} cdi generate (mode {mode}) failed with status {status}: {_reason(err)}; run "
-            f"it by hand on this node to see more: {shown} {' '.join(arguments)}"
+            f"{program} cdi generate (mode {mode}) failed with status {status}: {_reason(err)}; "
+            f"run it by hand on this node to see more: {program} {' '.join(arguments)}"
         )
     try:
         spec = decode(out)
     except CdiError as problem:
         raise CdiError(
-            f"the output of {shown} cdi generate {problem}; check cdi.nvidiaCtk and the tool's "
+            f"the output of {program} cdi generate {problem}; check cdi.nvidiaCtk and the tool's "
             "version"
         ) from problem
-    return _finished(spec, options, f"{vendor}/{name}", shown)
+    return _finished(spec, options, f"{vendor}/{name}", program)
 
 
 def _arguments(
@@ -148,11 +150,11 @@ def _arguments(
     return arguments
 
 
-def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
+def _finished(spec: Spec, options: CtkOptions, kind: str, program: str) -> Spec:
     """The spec with paths of the node, checked."""
     if spec.kind != kind:
         raise CdiError(
-            f"the output of {shown} cdi generate is of kind {spec.kind!r}, not {kind}; check "
+            f"the output of {program} cdi generate is of kind {spec.kind!r}, not {kind}; check "
             "cdi.nvidiaCtk"
         )
     spec = _without_hooks(on_the_node(spec, options.roots), options.disable_hooks)
@@ -165,7 +167,7 @@ def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
     spec = rules.with_sufficient_version(spec)
     if found := rules.problems(spec):
         raise CdiError(
-            f"the output of {shown} cdi generate would be refused by container runtimes: "
+            f"the output of {program} cdi generate would be refused by container runtimes: "
             f"{'; '.join(found[:3])}"
         )
     return spec
@@ -205,9 +207,9 @@ def _hook_name(hook: Hook) -> str:
 
 
 async def _run(
-    command: Sequence[str], options: CtkOptions, shown: str, stuck: Stuck
+    command: Sequence[str], options: CtkOptions, program: str, stuck: Stuck
 ) -> tuple[int, bytes, str]:
-    stuck.require_none(shown)
+    stuck.require_none(program)
     environment = {
         name: value for name, value in os.environ.items() if name != _DISABLED_HOOKS_VARIABLE
     }
@@ -222,7 +224,7 @@ async def _run(
         )
     except OSError as err:
         raise CdiError(
-            f"cannot run {shown}: {err.strerror or err}; mount the NVIDIA container toolkit's "
+            f"cannot run {program}: {err.strerror or err}; mount the NVIDIA container toolkit's "
             "program into the agent and set cdi.nvidiaCtk to its path, or choose cdi.source: "
             "toolkit or the device list strategy envvar"
         ) from err
@@ -235,14 +237,14 @@ async def _run(
     try:
         async with asyncio.timeout(options.timeout_seconds):
             out, err_bytes = await asyncio.gather(
-                _read(process.stdout, LARGEST_BYTES, too_much=end),
-                _read(process.stderr, _KEPT_STDERR, too_much=None),
+                _read(process.stdout, LARGEST_BYTES, on_too_much=end),
+                _read(process.stderr, _KEPT_STDERR, on_too_much=None),
             )
             status = await process.wait()
         ended = True
     except TimeoutError:
         raise CdiError(
-            f"{shown} cdi generate did not end within {options.timeout_seconds:g} s; it was "
+            f"{program} cdi generate did not end within {options.timeout_seconds:g} s; it was "
             "ended; a driver that hangs shows in nvidia-smi as well"
         ) from None
     finally:
@@ -253,21 +255,21 @@ async def _run(
                 async with asyncio.timeout(_KILL_SECONDS):
                     await process.wait()
     if len(out) > LARGEST_BYTES:
-        raise CdiError(f"{shown} cdi generate does not stop printing; check cdi.nvidiaCtk")
+        raise CdiError(f"{program} cdi generate does not stop printing; check cdi.nvidiaCtk")
     return status, out, err_bytes.decode(errors="replace")
 
 
 async def _read(
-    stream: asyncio.StreamReader | None, most: int, *, too_much: Callable[[], None] | None
+    stream: asyncio.StreamReader | None, max_bytes: int, *, on_too_much: Callable[[], None] | None
 ) -> bytes:
-    """The first bytes of a stream, up to ``most`` and one more;
-    the rest is read and dropped, and ``too_much`` called.
+    """The first bytes of a stream, up to ``max_bytes`` and one more;
+    the rest is read and dropped, and ``on_too_much`` called.
     """
     kept = bytearray()
     while stream is not None and (chunk := await stream.read(65536)):
-        kept += chunk[: most + 1 - len(kept)]
-        if len(kept) > most and too_much is not None:
-            too_much()
+        kept += chunk[: max_bytes + 1 - len(kept)]
+        if len(kept) > max_bytes and on_too_much is not None:
+            on_too_much()
     return bytes(kept)
 
 

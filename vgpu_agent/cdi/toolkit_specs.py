@@ -66,7 +66,7 @@ class ToolkitSpecs:
         self._files: dict[str, _SpecFile] = {}
         # qualified name → the files of one directory that both define it
         self._ambiguous: dict[str, tuple[str, ...]] = {}
-        self.settled = asyncio.Event()  # set after the first reading
+        self.tried = asyncio.Event()  # set after the first reading
         self.revision = Revision()
 
     @property
@@ -106,11 +106,11 @@ class ToolkitSpecs:
         """The status of each file, or of the missing one."""
         found = [
             CdiSpecStatus(
-                file.spec.kind if file.spec else _VENDOR,
-                path,
-                tuple(device.name for device in file.spec.devices) if file.spec else (),
-                file.changed_at,
-                file.error,
+                kind=file.spec.kind if file.spec else _VENDOR,
+                path=path,
+                devices=tuple(device.name for device in file.spec.devices) if file.spec else (),
+                made_at=file.changed_at,
+                error=file.error,
             )
             for path, file in self._files.items()
             if file.spec is not None or file.error
@@ -139,7 +139,7 @@ class ToolkitSpecs:
                 )
         changed = files != self._files
         self._files, self._ambiguous = files, _ambiguous(files)
-        self.settled.set()
+        self.tried.set()
         if changed:
             self.revision.advance()
 
@@ -173,7 +173,8 @@ class ToolkitSpecs:
         except FileNotFoundError:
             raise
         except OSError as err:
-            return _SpecFile((0, 0, 0), 0.0, error=f"cannot be read: {err.strerror or err}")
+            error = f"cannot be read: {err.strerror or err}"
+            return _SpecFile(signature=(0, 0, 0), changed_at=0.0, error=error)
         spec, error = _spec(content, is_yaml=not path.endswith(".json"))
         return _SpecFile(signature, status.st_mtime, spec, error)
 

@@ -50,13 +50,13 @@ class ComputeModes:
 
     def __init__(self, smi: HostTool, resource: str, owners: ModeOwners) -> None:
         self._smi, self._resource, self._owners = smi, resource, owners
-        self._set: dict[str, str] = {}
+        self._last_set: dict[str, str] = {}
 
     def forget(self) -> None:
         """Forget all modes, so that the next `apply` or `release` sets them again, except those of
         GPUs that another daemon has by then.
         """
-        self._set = dict.fromkeys(self._set, "")
+        self._last_set = dict.fromkeys(self._last_set, "")
 
     async def apply(
         self, uuids: Iterable[str], in_use_by_others: frozenset[str], former: Iterable[str] = ()
@@ -79,7 +79,7 @@ class ComputeModes:
         modes = {uuid: DEFAULT if uuid in in_use_by_others else EXCLUSIVE for uuid in uuids}
         not_set = await self._each(
             self._set_default(uuid)
-            for uuid in list(dict.fromkeys([*former, *self._set]))
+            for uuid in list(dict.fromkeys([*former, *self._last_set]))
             if uuid not in modes
         )
         if errors := await self._each(self._apply_one(uuid, mode) for uuid, mode in modes.items()):
@@ -95,7 +95,7 @@ class ComputeModes:
             MpsError: a mode cannot be set; all others are.
         """
         if errors := await self._each(
-            self._set_default(uuid) for uuid in dict.fromkeys([*uuids, *self._set])
+            self._set_default(uuid) for uuid in dict.fromkeys([*uuids, *self._last_set])
         ):
             raise errors[0]
 
@@ -110,21 +110,22 @@ class ComputeModes:
         return errors
 
     async def _apply_one(self, uuid: str, mode: str) -> None:
-        if self._set.get(uuid) == mode and self._owners.resources.get(uuid) == self._resource:
+        if self._last_set.get(uuid) == mode and self._owners.resources.get(uuid) == self._resource:
             return
-        self._set[uuid] = ""
+        self._last_set[uuid] = ""
         async with self._owners.locks[uuid]:
             self._owners.resources[uuid] = self._resource
             await self._smi.run("-i", uuid, "-c", mode)
-        self._set[uuid] = mode
+        self._last_set[uuid] = mode
 
     async def _set_default(self, uuid: str) -> None:
         async with self._owners.locks[uuid]:
             if self._owners.resources.get(uuid, self._resource) != self._resource:
-                self._set[uuid] = DEFAULT  # nothing to do: another daemon sets this GPU's mode now
+                # nothing to do: another daemon sets this GPU's mode now
+                self._last_set[uuid] = DEFAULT
                 return
-            if self._set.get(uuid) != DEFAULT:
-                self._set[uuid] = ""
+            if self._last_set.get(uuid) != DEFAULT:
+                self._last_set[uuid] = ""
                 await self._smi.run("-i", uuid, "-c", DEFAULT)
-            self._set[uuid] = DEFAULT
+            self._last_set[uuid] = DEFAULT
             self._owners.resources.pop(uuid, None)

@@ -66,7 +66,7 @@ class Control:
         """
         gone = f"there is no MPS control daemon at {self._plan.pipe}"
         try:
-            answer = await self._tool.run(text=command + "\n", environment=self._plan.environment)
+            answer = await self._tool.run(stdin=command + "\n", environment=self._plan.environment)
         except MpsError as err:
             if _NO_DAEMON in str(err):
                 raise MpsDaemonGoneError(gone) from err
@@ -85,14 +85,14 @@ class Control:
             MpsError: it does not answer, or its answer has another form.
         """
         differences: list[str] = []
-        if (threads := await self._threads()) != self._plan.thread_percentage:
+        if (threads := await self._thread_percentage()) != self._plan.thread_percentage:
             differences.append(
                 f"{threads:g} % of compute instead of {self._plan.thread_percentage} %"
             )
         differences += [
             f"{found} on GPU {limit.index} instead of {limit.memory_mib}M"
             for limit in (self._plan.devices if devices is None else devices)
-            if limit.memory_mib and (found := await self._memory(limit))
+            if limit.memory_mib and (found := await self._other_memory_limit(limit))
         ]
         return ", ".join(differences)
 
@@ -140,7 +140,7 @@ class Control:
             )
         processes.end([pid], self._plan.pipe)
 
-    async def _threads(self) -> float:
+    async def _thread_percentage(self) -> float:
         """The compute limit of the daemon in percent, which is the answer to `PROBE`."""
         answer = await self.send(PROBE)
         try:
@@ -151,7 +151,7 @@ class Control:
             raise MpsError(self._unexpected(PROBE, answer, "a percentage"))
         return percentage
 
-    async def _memory(self, limit: DeviceLimit) -> str:
+    async def _other_memory_limit(self, limit: DeviceLimit) -> str:
         """The memory limit that the daemon shows for a GPU, when it is another than the plan's;
         else empty.
         """

@@ -59,7 +59,7 @@ class Dependencies(Protocol):
         """Make directories and shared memory; raises `MpsError`."""
         ...
 
-    async def changed(self) -> None:
+    async def report_change(self) -> None:
         """Report that the resource may be offered now, or no longer."""
         ...
 
@@ -76,7 +76,7 @@ class Daemon:
         self._plan = plan  # of the daemon that runs or is about to
         self._wanted: DaemonPlan | None = plan
         self._in_use_by_others: frozenset[str] = frozenset()
-        self._news = asyncio.Event()  # something else is wanted
+        self._wanted_changed = asyncio.Event()  # something else is wanted
         seconds = host_tools.COMMAND_TIMEOUT_SECONDS
         self._control_binary = HostTool(host_tools.CONTROL_BINARY, timeout_seconds=seconds)
         self._modes = ComputeModes(
@@ -96,7 +96,7 @@ class Daemon:
         """
         if (plan, in_use_by_others) != (self._wanted, self._in_use_by_others):
             self._wanted, self._in_use_by_others = plan, in_use_by_others
-            self._news.set()
+            self._wanted_changed.set()
 
     def withheld(self, plan: DaemonPlan) -> Withheld | None:
         """Explain why a resource with that plan must not be offered now; None when it may."""
@@ -115,7 +115,7 @@ class Daemon:
         while True:
             began = clock()
             try:
-                if await self._cleared():
+                if await self._clear_leftovers():
                     return
                 if self._wanted is not None:
                     self._plan = self._wanted
@@ -155,9 +155,9 @@ class Daemon:
             (),
         )
         self._journal.record("mps.daemon_stopped", resource=self._plan.resource)
-        await self._dependencies.changed()
+        await self._dependencies.report_change()
 
-    async def _cleared(self) -> bool:
+    async def _clear_leftovers(self) -> bool:
         """Clear away what a dead, unwanted daemon has left, where NVIDIA's programs are missing;
         tell whether that was done.
 
@@ -228,7 +228,7 @@ class Daemon:
         if not difference:
             self._modes.forget()
             await self._apply_modes()
-            await self._up(adopted=True)
+            await self._note_running(adopted=True)
         elif self._busy:
             raise MpsError(
                 f"its MPS control daemon has {difference}; it gets its new limits once "
@@ -273,7 +273,7 @@ class Daemon:
                 f"its MPS control daemon received its limits but has {difference}; see "
                 f"{self._plan.log}/control.log"
             )
-        await self._up(adopted=False)
+        await self._note_running(adopted=False)
 
     async def _tell_limits(self, control: Control) -> None:
         """Set the limits for servers to come, and separately for those that run already."""
@@ -317,7 +317,9 @@ class Daemon:
         wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
         known = [limit.uuid for limit in self._plan.devices]
         trouble = await self._modes.apply(
-            [uuid for uuid in known if uuid in wanted], self._in_use_by_others, known
+            [uuid for uuid in known if uuid in wanted],
+            self._in_use_by_others,
+            former=known,  # those that are still wanted are left out there
         )
         self.status.not_given_back = trouble
         if not trouble:
@@ -325,7 +327,7 @@ class Daemon:
         elif self._changes.is_new("modes", trouble):
             _logger.warning("mps.gpu_not_given_back", resource=self._plan.resource, error=trouble)
 
-    async def _up(self, *, adopted: bool) -> None:
+    async def _note_running(self, *, adopted: bool) -> None:
         plan, status = self._plan, self.status
         self._tail = LogTail(f"{plan.log}/control.log", from_the_end=adopted)
         status.state, status.trouble, status.adopted = MpsState.RUNNING, "", adopted
@@ -341,7 +343,7 @@ class Daemon:
             thread_percentage=plan.thread_percentage,
             clients=list(status.clients),
         )
-        await self._dependencies.changed()
+        await self._dependencies.report_change()
 
     # -- staying up --------------------------------------------------------------------------------
 
@@ -353,7 +355,7 @@ class Daemon:
         while True:
             await self._pause(PROBE_SECONDS)
             try:
-                await self._prove(probes)
+                await self._check_limits(probes)
                 misses, probes = 0, probes + 1
             except MpsDaemonGoneError:
                 raise
@@ -368,7 +370,7 @@ class Daemon:
             if await self._end_if_outdated():
                 return
 
-    async def _prove(self, probes: int) -> None:
+    async def _check_limits(self, probes: int) -> None:
         """Ask for the compute limit and the memory limit of one GPU; set the limits again if one
         has changed. ``probes`` is the number of earlier calls: each asks about another GPU.
         """
@@ -420,7 +422,7 @@ class Daemon:
             trouble = f"its MPS control daemon {what} once {self._holders()} have ended"
         if trouble != self.status.trouble:
             self.status.trouble = trouble
-            await self._dependencies.changed()
+            await self._dependencies.report_change()
         return False
 
     # -- failing -----------------------------------------------------------------------------------
@@ -449,7 +451,7 @@ class Daemon:
             )
         status.state, status.trouble = MpsState.FAILED, str(err)
         await asyncio.to_thread(directories.unmark, self._plan.directory, directories.STARTED)
-        await self._dependencies.changed()
+        await self._dependencies.report_change()
 
     def _holders(self) -> str:
         pods = self._dependencies.holders(self._plan.resource)
@@ -459,5 +461,5 @@ class Daemon:
         """Wait that long, or until something else is wanted."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._news.wait()
-        self._news.clear()
+                await self._wanted_changed.wait()
+        self._wanted_changed.clear()

@@ -27,9 +27,9 @@ from vgpu_agent.isolation.mps import CONTAINER_ROOT, IN_CONTAINER, DaemonPlan, M
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STARTED = ".started"
+STARTED = ".started"  # mark in the directory of a daemon: it runs, with its limits
 _PLAN = ".plan.json"  # beside the pipe, not in it: containers do not see it
-READY = ".ready"
+READY = ".ready"  # mark in ``mps.root``: all desired daemons run
 # The SELinux label of files that containers may read and write; as an attribute it ends in a zero
 # byte.
 _LABEL = b"system_u:object_r:container_file_t:s0\0"

@@ -27,7 +27,9 @@ class HostDaemon:
         self._pipe = pipe
         seconds = host_tools.COMMAND_TIMEOUT_SECONDS
         tool = HostTool(host_tools.CONTROL_BINARY, timeout_seconds=seconds)
-        self._control = Control(DaemonPlan("", pipe, pipe, (), 0), tool, timeout_seconds=seconds)
+        # Only its pipe matters for a question to the daemon.
+        plan = DaemonPlan(resource="", directory=pipe, pipe=pipe, devices=(), thread_percentage=0)
+        self._control = Control(plan, tool, timeout_seconds=seconds)
 
     async def why_missing(self) -> str:
         """Explain why the daemon seems missing; empty when it answers.

@@ -49,27 +49,27 @@ class HostTool:
         return await asyncio.to_thread(shutil.which, self._program) is not None
 
     async def run(
-        self, *arguments: str, text: str = "", environment: Mapping[str, str] | None = None
+        self, *arguments: str, stdin: str = "", environment: Mapping[str, str] | None = None
     ) -> str:
         """Run the program to its end and return its output.
 
         Args:
             arguments: of the program.
-            text: its stdin.
+            stdin: the text that it reads.
             environment: its complete environment; None for that of the agent.
 
         Raises:
             MpsError: it cannot be started, does not end in time, or fails; the message has its
                 output and the remedy.
         """
-        command = self._name(arguments, text)
+        command = self._name(arguments, stdin)
         if self._stuck is not None and self._stuck.returncode is None:
             raise MpsError(
                 f"an earlier {self._program} (process {self._stuck.pid}) does not end even when "
                 "killed; the driver hangs, see dmesg"
             )
         self._stuck = None
-        with _file(text.encode()) as source, _file() as output, _file() as errors:
+        with _file(stdin.encode()) as source, _file() as output, _file() as errors:
             process = await self._start(arguments, source, output, errors, environment)
             try:
                 await asyncio.wait_for(process.wait(), self._timeout)
@@ -127,9 +127,9 @@ class HostTool:
         except TimeoutError:
             self._stuck = process
 
-    def _name(self, arguments: Sequence[str], text: str) -> str:
-        stdin = f" ({text.strip()})" if text.strip() else ""
-        return " ".join([self._program, *arguments]) + stdin
+    def _name(self, arguments: Sequence[str], stdin: str) -> str:
+        command = " ".join([self._program, *arguments])
+        return f"{command} ({stdin.strip()})" if stdin.strip() else command
 
 
 def shown(text: str) -> str:

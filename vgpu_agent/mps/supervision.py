@@ -43,7 +43,7 @@ class Supervision:
         supervisor: runs the loops.
         journal: gets every start, loss and end.
         holders: lists the pods with a share through a resource, ``namespace/pod`` each.
-        changed: called when `withheld` may have another answer.
+        on_change: called when `withheld` may have another answer.
         gpus: the UUIDs of the node's GPUs.
         view: where the daemons have their files.
         sysfs_root: the directory with the state of SELinux.
@@ -58,7 +58,7 @@ class Supervision:
         journal: Journal,
         *,
         holders: Callable[[str], tuple[str, ...]],
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
         gpus: Callable[[], Collection[str]],
         view: MpsView = IN_CONTAINER,
         sysfs_root: str = "/sys",
@@ -67,7 +67,7 @@ class Supervision:
     ) -> None:
         self._settings, self._supervisor, self._journal = settings, supervisor, journal
         self.holders, self.gpus = holders, gpus
-        self._changed = changed
+        self._on_change = on_change
         self._view = view
         self._sysfs_root, self._proc_root, self._share_memory = sysfs_root, proc_root, share_memory
         self._daemons: dict[str, Daemon] = {}
@@ -96,7 +96,7 @@ class Supervision:
             if known := self._daemons.get(resource):
                 known.want(plan, in_use_by_others)
             else:
-                self._begin(plan, plan, in_use_by_others)
+                self._begin(plan, wanted=plan, in_use_by_others=in_use_by_others)
 
     async def end_former_daemons(self) -> None:
         """End daemons of a previous agent that are not desired any more. The previous agent may
@@ -107,11 +107,12 @@ class Supervision:
                 _logger.info(
                     "mps.daemon_recalled", resource=plan.resource, directory=plan.directory
                 )
-                self._begin(plan, None)
+                self._begin(plan, wanted=None)
 
     def _begin(
         self,
         plan: DaemonPlan,
+        *,
         wanted: DaemonPlan | None,
         in_use_by_others: frozenset[str] = frozenset(),
     ) -> None:
@@ -152,6 +153,7 @@ class Supervision:
             MpsError: they cannot be made.
         """
         async with self._preparing:
+            # Daemons that run on the node itself use its own shared memory.
             if not self._view.has_host_memory:
                 await asyncio.to_thread(
                     self._share_memory,
@@ -163,7 +165,7 @@ class Supervision:
                 functools.partial(directories.prepare, plan, sysfs_root=self._sysfs_root)
             )
 
-    async def changed(self) -> None:
+    async def report_change(self) -> None:
         """Report that a daemon has started, failed or ended, and set or remove the mark for which
         other programs wait (`directories.mark`).
         """
@@ -171,7 +173,7 @@ class Supervision:
         up = bool(states) and all(state is MpsState.RUNNING for state in states)
         put = directories.mark if up else directories.unmark
         await asyncio.to_thread(put, self._view.directory, directories.READY)
-        self._changed()
+        self._on_change()
 
 
 def _task(resource: str) -> str:

@@ -73,7 +73,7 @@ class MpsController:
             supervisor,
             journal,
             holders=self._holders,
-            changed=lambda: self._withheld_changes.publish(self._withheld_changes.version + 1),
+            on_change=lambda: self._withheld_changes.publish(self._withheld_changes.version + 1),
             gpus=lambda: [gpu.uuid for gpu in inventory().gpus],
             view=view,
             sysfs_root=settings.sysfs_root,
