@@ -57,7 +57,7 @@ class Node:
         self.provision = backend.provision(
             ControlTarget("uid", "pod", "default", "main", ("id",), (CARD,))
         )
-        self.directory = Path(self.provision.collected)
+        self.directory = Path(self.provision.own_directory)
         self.record = GrantRecord(
             grant_token("number", ["id"]),
             "a family",
@@ -67,7 +67,7 @@ class Node:
             (Share(CARD.uuid, 3000, 50),),
             "",
             1.0,
-            self.provision.collected,
+            self.provision.own_directory,
         )
         self.journal = Journal()
         self.cdi = folder / "cdi"

@@ -83,7 +83,7 @@ class Node:
             shares,
             "",
             1.0,
-            provision.collected,
+            provision.own_directory,
         )
         await self.grants.deliver(record, provision)
         return Path(provision.files[0].path)

@@ -83,7 +83,7 @@ class Node:
             shares,
             "",
             1.0,
-            self.provision().collected,
+            self.provision().own_directory,
         )
 
     async def mounts_at_start(self) -> list[tuple[str, bool]]:
@@ -204,7 +204,7 @@ async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None
     """While the API server is away, containers start from the specs that are there. One of the
     version before must be written anew.
     """
-    record = msgspec.structs.replace(node.record(), collected=str(old_directory(node)))
+    record = msgspec.structs.replace(node.record(), own_directory=str(old_directory(node)))
     await node.grants.deliver(record, node.provision())
     earlier = str(node.host / "vgpu" / "containers")
     after = GrantDirectory(
@@ -212,10 +212,10 @@ async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None
     )
     await after.load()
     assert not await after.has_usable_spec(record.token)
-    assert after.outdated
+    assert after.has_outdated_spec
     await after.deliver(node.record(), node.provision())
     assert await after.has_usable_spec(record.token)
-    assert not after.outdated
+    assert not after.has_outdated_spec
 
 
 async def test_an_early_answer_from_before_cannot_be_turned_into_a_way_out(node: Node) -> None:
@@ -230,12 +230,12 @@ async def test_an_early_answer_from_before_cannot_be_turned_into_a_way_out(node:
         provision.edits,
         provision.directories,
         provision.files,
-        provision.collected,
+        provision.own_directory,
         provision.earlier_directory,
         replaces_earlier=True,
     )
     for _ in range(3):  # it restarts, and the attacker opens whatever it gets to see
-        await node.grants.prepare(node.record(), kept)
+        await node.grants.write_host_files(node.record(), kept)
         for name in os.listdir(opened):
             os.unlink(name, dir_fd=opened)
         os.symlink(SHADOW, node.region.name, dir_fd=opened)

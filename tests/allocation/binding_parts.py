@@ -114,7 +114,7 @@ class NumberFamily:
             "GPU": ",".join(share.device for share in shares),
             "MIB": ",".join(str(share.memory_mib) for share in shares),
         }
-        return Provision(Edits(environment, (Mount("/own", own),)), collected=own)
+        return Provision(Edits(environment, (Mount("/own", own),)), own_directory=own)
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
         return DesiredPod(
@@ -142,7 +142,7 @@ class MemoryCarrier:
     def records(self) -> Sequence[GrantRecord]:
         return [record for record, _ in self.specs.values()]
 
-    outdated = False
+    has_outdated_spec = False
 
     async def has_usable_spec(self, token: str) -> bool:
         return token in self.specs
@@ -152,7 +152,7 @@ class MemoryCarrier:
             raise HostFileError(self.trouble)
         self.specs[record.token] = (record, provision)
 
-    async def prepare(self, record: GrantRecord, provision: Provision) -> None:
+    async def write_host_files(self, record: GrantRecord, provision: Provision) -> None:
         if self.trouble:
             raise HostFileError(self.trouble)
         self.prepared[record.token] = (record, provision)

@@ -167,5 +167,5 @@ async def test_only_a_cdi_name_lets_a_container_start_unasked(
     assert place.allocator.may_start_unasked(MEMORY)
     assert place.allocator.may_start_unasked("example.com/not-offered-any-more")
     # a container of the version before could choose what such a spec mounts
-    place.carrier.outdated = True
+    place.carrier.has_outdated_spec = True
     assert not place.allocator.may_start_unasked(NUMBER)

@@ -354,8 +354,8 @@ def test_whose_turn_it_is(
     for name, (completed, ended_at) in status.items():
         pod = told(pod, name, completed=completed, ended_at=ended_at)
     since = record(last) if last else None
-    assert starting_container(pod, ORDER, since, settled=False) == expected
-    settled = starting_container(pod, ORDER, since, settled=True)
+    assert starting_container(pod, ORDER, since, status_is_current=False) == expected
+    settled = starting_container(pod, ORDER, since, status_is_current=True)
     assert settled == (expected or last)
 
 
@@ -364,10 +364,10 @@ def test_a_new_sandbox_begins_with_the_first_container() -> None:
     pod = a_pod("train", init("first"), init("second"), "main")
     pod = told(pod, "first", completed=True, ended_at=90.0)
     anew = msgspec.structs.replace(pod, in_new_sandbox=True)
-    assert starting_container(anew, ORDER, record("main"), settled=True) == "first"
+    assert starting_container(anew, ORDER, record("main"), status_is_current=True) == "first"
     over = told(anew, "main", ended_at=101.0)
-    assert starting_container(over, ORDER, record("main"), settled=False) == "first"
-    assert starting_container(anew, ORDER, record("first"), settled=True) == "first"
+    assert starting_container(over, ORDER, record("main"), status_is_current=False) == "first"
+    assert starting_container(anew, ORDER, record("first"), status_is_current=True) == "first"
 
 
 def test_without_the_records_the_status_tells_who_is_through(pod: Pod) -> None:
@@ -376,11 +376,20 @@ def test_without_the_records_the_status_tells_who_is_through(pod: Pod) -> None:
     """
     through = told(pod, "prepare", completed=True, ended_at=90.0, started=True)
     names = ("prepare", "main")
-    assert starting_container(through, names, None, settled=False, booted_at=50.0) == "main"
-    assert starting_container(through, names, None, settled=False, booted_at=95.0) == "prepare"
+    assert (
+        starting_container(through, names, None, status_is_current=False, booted_at=50.0) == "main"
+    )
+    assert (
+        starting_container(through, names, None, status_is_current=False, booted_at=95.0)
+        == "prepare"
+    )
     anew = msgspec.structs.replace(through, in_new_sandbox=True)
-    assert starting_container(anew, names, None, settled=False, booted_at=50.0) == "prepare"
-    assert starting_container(pod, names, None, settled=False, booted_at=50.0) == "prepare"
+    assert (
+        starting_container(anew, names, None, status_is_current=False, booted_at=50.0) == "prepare"
+    )
+    assert (
+        starting_container(pod, names, None, status_is_current=False, booted_at=50.0) == "prepare"
+    )
 
 
 @hypothesis.given(
@@ -402,9 +411,9 @@ def test_whatever_happens_each_start_is_known(steps: list[tuple[str, float]]) ->
     last, turn, now = None, 0, START
     for what, seconds in steps:
         expected = ORDER[turn]
-        told_at_once = starting_container(pod, ORDER, last, settled=False)
+        told_at_once = starting_container(pod, ORDER, last, status_is_current=False)
         assert told_at_once in {None, expected}
-        assert starting_container(pod, ORDER, last, settled=True) == expected
+        assert starting_container(pod, ORDER, last, status_is_current=True) == expected
         last = msgspec.structs.replace(record(expected), decided_at=now)
         now += seconds
         if what == "is not created":
@@ -426,16 +435,19 @@ def test_a_status_from_before_the_last_start_is_not_of_a_new_sandbox(pod: Pod) -
     pod = told(pod, "first", completed=True, ended_at=90.0)
     pod = told(pod, "second", completed=True, ended_at=95.0)
     behind = msgspec.structs.replace(pod, in_new_sandbox=True)
-    assert starting_container(behind, ORDER, record("second"), settled=False) is None
+    assert starting_container(behind, ORDER, record("second"), status_is_current=False) is None
     now = told(pod, "second", completed=True, ended_at=101.0)
-    assert starting_container(now, ORDER, record("second"), settled=False) == "main"
+    assert starting_container(now, ORDER, record("second"), status_is_current=False) == "main"
 
 
 def test_an_init_container_without_gpu_tells_of_a_new_sandbox_too() -> None:
     """By the time the first with a GPU starts, the kubelet has written that there is a sandbox."""
     pod = a_pod("train", PodContainer("fetch", init("x").kind), init("first"), "main")
     pod = told(told(pod, "fetch", completed=True, ended_at=120.0), "first", completed=True)
-    assert starting_container(pod, ("first", "main"), record("main"), settled=False) == "first"
+    assert (
+        starting_container(pod, ("first", "main"), record("main"), status_is_current=False)
+        == "first"
+    )
 
 
 async def test_ids_that_an_ended_init_container_leaves_are_nobodys_share() -> None:

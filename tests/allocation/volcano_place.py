@@ -34,7 +34,7 @@ class OwnDirectory:
             f"CORES_{place}": str(share.cores_percent)
             for place, (_, share) in enumerate(target.shares)
         }
-        return Provision(Edits(limits, (Mount("/own", own),)), collected=own)
+        return Provision(Edits(limits, (Mount("/own", own),)), own_directory=own)
 
 
 class VolcanoPlace(Place):

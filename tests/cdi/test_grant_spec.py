@@ -97,7 +97,7 @@ def test_a_record_says_that_a_scheduler_decided(grant: MakeGrant) -> None:
 
 def test_a_record_names_the_containers_that_it_rules_out(grant: MakeGrant) -> None:
     """After a restart without the API server, this shows which init containers have ended."""
-    record, _ = grant(rules_out=("fetch", "prepare"))
+    record, _ = grant(inits_not_running=("fetch", "prepare"))
     text = grant_spec.spec_text(record, Edits({"A": "b"}))
     assert grant_spec.read_record(text, record.token) == record
     assert b"rules-out" not in grant_spec.spec_text(grant()[0], Edits({"A": "b"}))

@@ -223,7 +223,7 @@ def test_the_region_is_a_file_for_everybody_in_the_grants_own_directory() -> Non
         (file.size, file.mode, file.path.startswith(f"{directory}/")) for file in provision.files
     ] == [(2_008_953, 0o666, True)]
     assert [offset for offset, _ in provision.files[0].renewed] == [1_600, 1_728]
-    assert provision.collected == directory
+    assert provision.own_directory == directory
 
 
 def test_a_restarted_container_finds_the_same_name_and_another_grant_another() -> None:

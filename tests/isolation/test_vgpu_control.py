@@ -226,7 +226,7 @@ def test_a_start_begins_without_what_the_life_before_has_left() -> None:
     (`GrantDirectory.restore`). Nothing of another container is named.
     """
     provision = BACKEND.provision(TARGET)
-    assert provision.collected == C
+    assert provision.own_directory == C
     assert set(provision.removed) == {
         "config/pids.config",
         "vmem_node/vmem_node.config",

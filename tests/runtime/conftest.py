@@ -90,9 +90,9 @@ def grant(tmp_path: Path) -> MakeGrant:
             id_count=1,
             owner=Owner("main", f"uid-{number}", "default", f"pod-{number}"),
             shares=(Share("GPU-a", 3000, 50),),
-            by="the scheduler, in volcano.sh/vgpu-ids-new",
+            decider="the scheduler, in volcano.sh/vgpu-ids-new",
             decided_at=1795200692.5,
-            collected=directory,
+            own_directory=directory,
         )
         provision = Provision(
             Edits({"CUDA_DEVICE_MEMORY_LIMIT_0": "3000m"}, (Mount("/tmp/vgpu", directory),)),
@@ -106,7 +106,7 @@ def grant(tmp_path: Path) -> MakeGrant:
                     ((8000, b"LIMIT"),),
                 ),
             ),
-            collected=directory,
+            own_directory=directory,
         )
         # fields by name
         return msgspec.structs.replace(record, **changed), provision

@@ -142,7 +142,7 @@ async def test_an_early_answer_needs_host_files_and_is_remembered(
     and all of it is collected in the end.
     """
     record, provision = grant()
-    await grants.prepare(record, provision)
+    await grants.write_host_files(record, provision)
     assert (len(read(provision.files[0].path)), names(cdi_directory), grants.records) == (
         8192,
         [],
@@ -154,7 +154,7 @@ async def test_an_early_answer_needs_host_files_and_is_remembered(
     await again.load()
     assert again.records == (record,)
     assert await grants.collect(lambda _: False) == (record,)
-    assert not names(Path(record.collected).parent)
+    assert not names(Path(record.own_directory).parent)
 
 
 async def test_a_new_agent_finds_what_the_old_one_wrote(
@@ -305,28 +305,28 @@ async def test_files_of_a_life_before_are_gone_when_the_container_starts_again(
     """
     record, provision = grant()
     provision = msgspec.structs.replace(provision, removed=("pids", "region.cache"))
-    for deliver in (grants.deliver, grants.prepare):
+    for deliver in (grants.deliver, grants.write_host_files):
         await deliver(record, provision)
-        put(provision.collected, "pids", "1")
-        put(provision.collected, "region.cache", "old")
-        put(provision.collected, "log", "stays")
+        put(provision.own_directory, "pids", "1")
+        put(provision.own_directory, "region.cache", "old")
+        put(provision.own_directory, "log", "stays")
         await deliver(record, provision)
-        assert names(Path(provision.collected)) == ["log", "region.cache"]
+        assert names(Path(provision.own_directory)) == ["log", "region.cache"]
         assert read(provision.files[0].path)[:5] == b"magic"
-    put(provision.collected, "pids", "1")
+    put(provision.own_directory, "pids", "1")
     await grants.withdraw(record)
     assert await grants.restore([(record, provision)]) == 1
-    assert names(Path(provision.collected)) == ["log", "pids", "region.cache"]
+    assert names(Path(provision.own_directory)) == ["log", "pids", "region.cache"]
 
 
 async def test_files_in_a_slot_are_removed(grants: GrantDirectory, grant: MakeGrant) -> None:
     """The container's directory is then a link of the agent's, and no other link counts."""
     record, provision = grant()
-    own = Path(provision.collected)
+    own = Path(provision.own_directory)
     slot = own.parent.parent / "slots" / "003" / own.name
     put(slot, "pids", "1")
     link(own, f"../slots/003/{own.name}")
-    provision = Provision(collected=provision.collected, removed=("pids",))
+    provision = Provision(own_directory=provision.own_directory, removed=("pids",))
     await grants.deliver(record, provision)
     assert names(slot) == []
     put(slot, "pids", "1")
@@ -344,7 +344,7 @@ async def test_a_kill_between_two_removals_is_made_up_for_by_the_next_start(
     record, provision = grant()
     provision = msgspec.structs.replace(provision, removed=("one", "two", "three"))
     for name in provision.removed:
-        put(provision.collected, name)
+        put(provision.own_directory, name)
     really, left = os.unlink, [which]
 
     class KilledError(BaseException):
@@ -360,9 +360,9 @@ async def test_a_kill_between_two_removals_is_made_up_for_by_the_next_start(
         patched.setattr(os, "unlink", kill)
         with pytest.raises(KilledError):
             await grants.deliver(record, provision)
-    assert names(Path(provision.collected)) == sorted(provision.removed[which:])
+    assert names(Path(provision.own_directory)) == sorted(provision.removed[which:])
     await grants.deliver(record, provision)
-    assert names(Path(provision.collected)) == ["region.cache"]
+    assert names(Path(provision.own_directory)) == ["region.cache"]
 
 
 async def test_a_cancelled_delivery_is_finished_and_known(

@@ -81,7 +81,7 @@ async def test_a_grant_that_was_renewed_meanwhile_is_not_collected(
     """The ids of a pod that is gone may be another pod's before the collection comes to them."""
     record, provision = grant()
     await grants.deliver(record, provision)
-    await grants.deliver(msgspec.structs.replace(record, by="somebody else"), provision)
+    await grants.deliver(msgspec.structs.replace(record, decider="somebody else"), provision)
     assert not await asyncio.to_thread(grants._collect, record)
     assert read(provision.files[0].path)
 

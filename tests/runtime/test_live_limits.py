@@ -83,7 +83,7 @@ def provision(tmp_path: Path, proc: HostProc) -> Provision:
 @pytest.fixture
 def config(provision: Provision) -> str:
     """The container's ``vgpu.config``."""
-    return f"{provision.collected}/config/vgpu.config"
+    return f"{provision.own_directory}/config/vgpu.config"
 
 
 def sequence(config: str) -> int:
@@ -198,13 +198,13 @@ def test_the_library_finds_what_it_looks_for(provision: Provision, tmp_path: Pat
     ]
     assert client(program, root, "spill", 3, 4711, 1 << 30) == ["rows 1"]
     assert client(program, root, "spill", 3, 4712, 5) == ["rows 2"]
-    ledger = Path(provision.collected, "vmem_node/vmem_node.config").read_bytes()
+    ledger = Path(provision.own_directory, "vmem_node/vmem_node.config").read_bytes()
     assert read_vmem(len(ledger), lambda at, size: ledger[at : at + size]) == (
         Spilled(3, 4711, 1 << 30),
         Spilled(3, 4712, 5),
     )
     assert client(program, root, "sample", 3, 40, 60, 2, 99) == ["published"]
-    table = Path(provision.collected, "sm_node/sm_node.config").read_bytes()
+    table = Path(provision.own_directory, "sm_node/sm_node.config").read_bytes()
     assert read_sm_node(len(table), lambda at, size: table[at : at + size]) == (
         SmUse(3, 40, 60, 40, 2, 99),
     )
@@ -233,7 +233,7 @@ def test_a_restart_restores_the_limits_of_the_start(provision: Provision, proc: 
     """A limit that was changed while the container ran ends with it, unless the claim was changed
     as well.
     """
-    config = f"{provision.collected}/config/vgpu.config"
+    config = f"{provision.own_directory}/config/vgpu.config"
     before = Path(config).read_bytes()
     change_limit(config, 3, same(7))
     host_files.make(provision, MountTables(str(proc.root)))

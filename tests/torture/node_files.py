@@ -50,7 +50,7 @@ class NodeFiles:
         """The grants whose specs are there now, and those that were answered in Allocate."""
         return (*(record for record, _ in self._specs.values()), *self._prepared.values())
 
-    outdated = False
+    has_outdated_spec = False
 
     async def has_usable_spec(self, token: str) -> bool:
         """Tell whether the spec is there; a reboot removes them all."""
@@ -71,7 +71,7 @@ class NodeFiles:
         """Make the name undefined again."""
         self._specs.pop(cdi_name(token), None)
 
-    async def prepare(self, record: GrantRecord, provision: Provision) -> None:
+    async def write_host_files(self, record: GrantRecord, provision: Provision) -> None:
         """Host files only.
 
         Raises:

@@ -190,7 +190,7 @@ class RealAgent:
         self.allocator.confirm(
             records,
             reservation_seconds=_RESERVATION_SECONDS,
-            newest=newest,
+            newest_grant=newest,
             initial=initial,
             may_release=settled,
         )

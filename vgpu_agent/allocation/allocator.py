@@ -71,10 +71,12 @@ class Allocator:
         self._ledger = context.ledger
         self._journal = context.journal
         self._claims = Claims(context)
-        ended = EndedPods(context)
+        ended_pods = EndedPods(context)
         self._by_ids = IdAllocator(context)
-        self.early = EarlyBinding(context, claims=self._claims, ended=ended)
-        self.late_start = LateStart(context, claims=self._claims, ended=ended, early=self.early)
+        self.early = EarlyBinding(context, claims=self._claims, ended_pods=ended_pods)
+        self.late_start = LateStart(
+            context, claims=self._claims, ended_pods=ended_pods, early=self.early
+        )
         self._interpretation = Interpretation(context)
         self._desired_pods = desired_state.DesiredPods()
         self._locks = NodeLocks()
@@ -269,7 +271,7 @@ class Allocator:
             self._context.pods.pods, resource
         ):
             return False
-        return self.is_late and not self._context.carrier.outdated
+        return self.is_late and not self._context.carrier.has_outdated_spec
 
     def _pod_family(self, offered: Resource) -> PodFamily:
         return next(
@@ -285,18 +287,19 @@ class Allocator:
         records: KubeletRecords,
         *,
         reservation_seconds: float,
-        newest: float = math.inf,
+        newest_grant: float = math.inf,
         initial: bool = False,
         may_release: bool = True,
         has_ended: Callable[[Grant], bool] = lambda _: False,
         ended_only: bool = False,
-        kept: Collection[int] = (),
+        kept_grants: Collection[int] = (),
     ) -> list[Correction]:
         """Bring the ledger in line with the kubelet's records (see `Ledger.reconcile`);
         each correction is journalled.
 
-        ``newest`` is the number of the last grant that was booked before the records were read.
-        ``kept`` are numbers of grants that stay although the records do not show them.
+        ``newest_grant`` is the number of the last grant that was booked before the records were
+        read. ``kept_grants`` are numbers of grants that stay although the records do not show them.
+        `Ledger.reconcile` explains the others.
 
         Returns:
             The corrections that were drift: the ledger had been wrong.
@@ -311,11 +314,11 @@ class Allocator:
             records,
             self._interpretation,
             reservation_seconds=reservation_seconds,
-            newest=newest,
+            newest=newest_grant,
             initial=initial,
             may_release=may_release,
             still_runs=lambda grant: (
-                grant.number in kept or self._interpretation.may_be_hidden(grant)
+                grant.number in kept_grants or self._interpretation.may_be_hidden(grant)
             ),
             has_ended=has_ended,
             ended_only=ended_only,

@@ -87,7 +87,7 @@ class Ambiguities:
                 final=key == gives_way,
             )
 
-    def identified(self, token: str, start: Start | None) -> None:
+    def note_identified(self, token: str, start: Start | None) -> None:
         """Follow a start that was identified: the ids have one holder now. ``start`` is None where
         a container starts again from the spec of its earlier start, while the watch does not show
         its pod.

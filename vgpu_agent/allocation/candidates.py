@@ -33,10 +33,10 @@ def candidates(
     pods: Iterable[Pod],
     answered: Collection[tuple[str, str]],
     resource: str,
+    *,
     count: int,
     node: str,
-    *,
-    offered: Mapping[str, int] | None = None,
+    id_counts: Mapping[str, int] | None = None,
     admitted_up_to: int = 0,
 ) -> list[Candidate]:
     """List the containers that may be asking for ``count`` ids of ``resource`` now,
@@ -53,7 +53,7 @@ def candidates(
         resource: what is allocated.
         count: how many ids.
         node: the node's name.
-        offered: how many ids there are of each of our resources.
+        id_counts: how many ids there are of each of our resources.
         admitted_up_to: the highest `Pod.bound` (the position in the order of binds) of the pods to
             which the kubelet is known to have given ids.
     """
@@ -65,7 +65,7 @@ def candidates(
             or pod.ended
             or pod.deleting
             or pod.phase != "Pending"
-            or _never_admitted(pod, offered or {})
+            or _never_admitted(pod, id_counts or {})
         ):
             continue
         waiting = [
@@ -81,7 +81,7 @@ def candidates(
     return found + overtaken
 
 
-def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
+def _never_admitted(pod: Pod, id_counts: Mapping[str, int]) -> bool:
     """Tell whether the kubelet runs no such pod:
     a fake mirror pod, or one that asks for more of our resources than exist, or for an amount that
     cannot be read.
@@ -91,5 +91,5 @@ def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
     return any(
         container.limits.get(name, 0) > count or name in container.unreadable_limits
         for container in pod.containers
-        for name, count in offered.items()
+        for name, count in id_counts.items()
     )

@@ -61,14 +61,14 @@ class GrantRecord(msgspec.Struct, frozen=True):
         id_count: how many ids there are; the ids themselves are in the kubelet's checkpoint.
         owner: with UID, namespace and names.
         shares: in the family's order.
-        by: who has decided on the shares, in words, e.g. ``decided by the agent, binpack``.
+        decider: who has decided on the shares, in words, e.g. ``decided by the agent, binpack``.
         decided_at: unix seconds.
-        collected: the grant's own host directory, which is removed once the pod is gone.
+        own_directory: the grant's own host directory, which is removed once the pod is gone.
         may_overcommit: a scheduler decided, so the shares may exceed the device's compute or its
             number of holders.
-        rules_out: the init containers of the pod that had ended, or were still to start, when this
-            one started (`holdings.ruled_out`). Main containers are left out: one that starts again
-            without the agent has no new record.
+        inits_not_running: the init containers of the pod that had ended, or were still to start,
+            when this one started (`holdings.ruled_out`). Main containers are left out: one that
+            starts again without the agent has no new record.
     """
 
     token: str
@@ -77,11 +77,11 @@ class GrantRecord(msgspec.Struct, frozen=True):
     id_count: int
     owner: Owner
     shares: tuple[Share, ...]
-    by: str
+    decider: str
     decided_at: float
-    collected: str = ""
+    own_directory: str = ""
     may_overcommit: bool = False
-    rules_out: tuple[str, ...] = ()
+    inits_not_running: tuple[str, ...] = ()
 
 
 class InlinedEdits(NamedTuple):
@@ -105,7 +105,7 @@ class Carrier(Protocol):
         ...
 
     @property
-    def outdated(self) -> bool:
+    def has_outdated_spec(self) -> bool:
         """Tell whether there is a spec of an earlier version of the agent, which must be rewritten
         before a container starts with it.
         """
@@ -124,7 +124,7 @@ class Carrier(Protocol):
         """
         ...
 
-    async def prepare(self, record: GrantRecord, provision: Provision) -> None:
+    async def write_host_files(self, record: GrantRecord, provision: Provision) -> None:
         """Write the files on the host only, for answers that were complete in Allocate.
 
         Raises:

@@ -114,7 +114,12 @@ class Claims:
                     continue
                 claims += [
                     Claim(
-                        gpu, family, pod.full_name, uid, since.get((uid, family, gpu), now), order
+                        gpu=gpu,
+                        family=family,
+                        pod=pod.full_name,
+                        pod_uid=uid,
+                        since=since.get((uid, family, gpu), now),
+                        order=order,
                     )
                     for gpu in gpus
                 ]

@@ -154,10 +154,10 @@ class Context(msgspec.Struct):
         pod: Pod,
         owner: Owner,
         grant: Grant,
-        by: str,
+        decider: str,
         provision: Provision,
     ) -> GrantRecord:
-        """Return the record of a decision that is made now, for the carrier; ``by`` is the decider.
+        """Return the record of a decision that is made now, for the carrier.
 
         Its time is later than that of every other record, because the order of the records shows
         which containers of a pod have ended. The records outlive reboots, so their time is wall
@@ -171,11 +171,11 @@ class Context(msgspec.Struct):
             id_count=id_count,
             owner=owner,
             shares=grant.shares,
-            by=by,
+            decider=decider,
             decided_at=max(self.clock(), math.nextafter(latest, math.inf)),
-            collected=provision.collected,
+            own_directory=provision.own_directory,
             may_overcommit=grant.may_overcommit,
-            rules_out=tuple(
+            inits_not_running=tuple(
                 name
                 for name in ruled_out(pod, owner.container)
                 if (container := pod.container(name)) and container.kind is ContainerKind.INIT

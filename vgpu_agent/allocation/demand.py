@@ -115,15 +115,16 @@ class Demand:
         for gpu, ids in chosen.items():
             left.free[gpu] -= ids
             self._taken[gpu] = family
+        # `bound` is the pod's position in the order of binds
         uid, order = pod.kubelet_uid, pod.bound - self._priority
         return [
             Claim(
-                gpu,
-                family,
-                pod.full_name,
-                uid,
-                self._before.get((uid, gpu), self._now),
-                order,
+                gpu=gpu,
+                family=family,
+                pod=pod.full_name,
+                pod_uid=uid,
+                since=self._before.get((uid, gpu), self._now),
+                order=order,
                 named=False,
             )
             for gpu in chosen

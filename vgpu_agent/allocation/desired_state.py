@@ -35,6 +35,7 @@ def desired_node(
     """
     families, ledger, inventory = context.families, context.ledger, context.inventory()
     desired_state = DesiredNode()
+    # their containers do not start now, and for their schedulers nothing is free
     paused = {family.name for family in families.paused}
     offered = frozenset(offer.name for offer in ledger.resources)
     for name, family in {
@@ -45,7 +46,17 @@ def desired_node(
         ]
         rooms = {offer: ledger.rooms(offer) for offer in offers}
         desired_state = desired_state.joined(
-            family.desired_node(NodeView(node, inventory, rooms, allocated_at, now, locks, offered))
+            family.desired_node(
+                NodeView(
+                    node=node,
+                    inventory=inventory,
+                    rooms=rooms,
+                    allocated_at=allocated_at,
+                    now=now,
+                    locks=locks,
+                    offered=offered,
+                )
+            )
         )
     return desired_state
 

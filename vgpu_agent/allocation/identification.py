@@ -194,7 +194,9 @@ class Identification:
                     return *pod_and_owner, found, kubelet_evidence
                 if fetched is None:
                     # `init_shares`: init containers have shares of their own for the same ids
-                    record = self._before(found, token, alone=offered.init_shares)
+                    record = self._record_of_earlier_start(
+                        found, token, must_be_only_holder=offered.init_shares
+                    )
                     # While the first list of pods is read, which takes seconds with the largest
                     # pods, this pod may appear at any time.
                     reading = record is None and not pods.synced.is_set()
@@ -246,28 +248,28 @@ class Identification:
         while True:
             version = pods.revision.version
             pod = pods.get(uid) or pod
-            found = self._starting_container(pod, names, last, settled=False)
+            found = self._starting_container(pod, names, last, status_is_current=False)
             if found is not None:
                 name = found
                 break
             if not await _newer(pods, version, until - loop.time()):
                 pod = await self._as_it_is_now(pod)
-                name = self._by_settled_status(pod, names, last)
+                name = self._by_current_status(pod, names, last)
                 break
         owner = msgspec.structs.replace(start.owner, container=name)
         return msgspec.structs.replace(start, pod=pod, owner=owner)
 
-    def _by_settled_status(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str:
+    def _by_current_status(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str:
         """Return the container that starts, by the status of a pod that was just read from the API
         server: what it does not show has not happened, unless the API server was away a moment ago.
         """
-        found = self._starting_container(pod, names, last, settled=False)
+        found = self._starting_container(pod, names, last, status_is_current=False)
         if found is None and self._context.api_reachable_seconds() < STATUS_SECONDS:
             raise NotProvenError(
                 f"the API server was away a moment ago, and the status of pod {pod.full_name} may "
                 "not say yet which of its containers have ended; the kubelet will retry"
             )
-        found = found or self._starting_container(pod, names, last, settled=True)
+        found = found or self._starting_container(pod, names, last, status_is_current=True)
         if found is None:
             raise NotProvenError(
                 f"the status of pod {pod.full_name} still shows that its last container with these "
@@ -276,11 +278,13 @@ class Identification:
         return found
 
     def _starting_container(
-        self, pod: Pod, names: Collection[str], last: GrantRecord | None, *, settled: bool
+        self, pod: Pod, names: Collection[str], last: GrantRecord | None, *, status_is_current: bool
     ) -> str | None:
-        """See `shared_ids.starting_container`; ``settled``: the pod's status is up to date."""
+        """Call `shared_ids.starting_container` with the time of the last boot."""
         booted_at = self._context.booted_at()
-        return starting_container(pod, names, last, settled=settled, booted_at=booted_at)
+        return starting_container(
+            pod, names, last, status_is_current=status_is_current, booted_at=booted_at
+        )
 
     async def _as_it_is_now(self, pod: Pod) -> Pod:
         try:
@@ -296,9 +300,12 @@ class Identification:
             )
         return now.as_static(pod.static_uid)  # of a mirror pod; empty for all others
 
-    def _before(self, found: IdRecords, token: str, *, alone: bool) -> GrantRecord | None:
+    def _record_of_earlier_start(
+        self, found: IdRecords, token: str, *, must_be_only_holder: bool
+    ) -> GrantRecord | None:
         """The record of the very container that the kubelet's records name for these ids,
-        from an earlier start of it; with ``alone`` only if no other container has them.
+        from an earlier start of it; with ``must_be_only_holder`` only if no other container has
+        them.
         """
         for record in self._context.carrier.records:
             owner = record.owner
@@ -306,7 +313,7 @@ class Identification:
                 record.token == token
                 and found.uids == (owner.pod_uid,)
                 and owner.container in found.containers[owner.pod_uid]
-                and not (alone and len(found.containers[owner.pod_uid]) > 1)
+                and not (must_be_only_holder and len(found.containers[owner.pod_uid]) > 1)
             ):
                 return record if found.named in {None, (owner.namespace, owner.pod)} else None
         return None

@@ -201,10 +201,10 @@ class Interpretation:
         if pod is not None and self._is_over(
             pod, record.owner.container if record else holding.owner.container
         ):
-            return InterpretedHolding(family.name, (), by_pod=True, ended=True)
+            return InterpretedHolding(family.name, shares=(), by_pod=True, ended=True)
         if record is not None:
             if self._is_outdated(record, pod):
-                return InterpretedHolding(family.name, (), by_pod=True)
+                return InterpretedHolding(family.name, shares=(), by_pod=True)
             key = (record.owner.pod_uid, record.owner.container)
             return InterpretedHolding(
                 family.name,
@@ -232,7 +232,8 @@ class Interpretation:
         if pod is not None:
             return is_outdated(record, others, pod)
         return any(
-            record.owner.container in other.rules_out and other.decided_at > record.decided_at
+            record.owner.container in other.inits_not_running
+            and other.decided_at > record.decided_at
             for other in others
         )
 
@@ -250,10 +251,10 @@ class Interpretation:
             or not self._started_in_this_sandbox(pod, container)
             or (not holding.owner.pod_uid and self._has_other_ids(pod, holding))
         ):
-            return InterpretedHolding(family.name, (), by_pod=True)
+            return InterpretedHolding(family.name, shares=(), by_pod=True)
         decision = family.recall(question(self._context, offered, pod, name, holding.ids))
         if decision is None:
-            return InterpretedHolding(family.name, (), by_pod=True)
+            return InterpretedHolding(family.name, shares=(), by_pod=True)
         key = (pod.kubelet_uid, name)
         return InterpretedHolding(
             family.name,

@@ -83,11 +83,11 @@ class LateStart:
     """
 
     def __init__(
-        self, context: Context, *, claims: Claims, ended: EndedPods, early: EarlyBinding
+        self, context: Context, *, claims: Claims, ended_pods: EndedPods, early: EarlyBinding
     ) -> None:
         self._context = context
         self._claims = claims
-        self._ended = ended
+        self._ended_pods = ended_pods
         self._early = early
         self._identification = Identification(context)
         self._division = Division(context)
@@ -131,7 +131,7 @@ class LateStart:
         Raises:
             LedgerError: the ids cannot be granted.
         """
-        grant = self._context.ledger.reserve(offered.name, ids, ())
+        grant = self._context.ledger.reserve(offered.name, ids, shares=())
         token = grant_token(offered.name, ids)
         self._answered_tokens.add(token)
         if by_annotation:
@@ -242,12 +242,12 @@ class LateStart:
             provision = start.family.provision(asked, decision.shares)
             return decision, (provision, self._book(start, decision, decision.by, asked.rooms))
 
-        decision, bound = await self._ended.with_room(start, attempt)
+        decision, bound = await self._ended_pods.with_room(start, attempt)
         if bound is None:
             await self._division.bring_about(
                 decision.layouts, start.family.name, start.pod.full_name, start.until
             )
-            decision, bound = await self._ended.with_room(start, attempt)
+            decision, bound = await self._ended_pods.with_room(start, attempt)
         if bound is None:
             raise MigError(
                 "a GPU was divided for this container, but by now it is divided differently, "
@@ -305,7 +305,7 @@ class LateStart:
             self._ambiguities.refuse(offered.name, token, err, self.started)
             self._journal_refusal("start.not_proven", token, str(err), resource=offered.name)
             raise
-        self._ambiguities.identified(token, None if isinstance(found, GrantRecord) else found)
+        self._ambiguities.note_identified(token, None if isinstance(found, GrantRecord) else found)
         return found
 
     def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:
@@ -314,7 +314,7 @@ class LateStart:
         """
         evidence = (
             "the kubelet's records name the container that the spec was made for",
-            record.by,
+            record.decider,
         )
         try:
             grant = self._context.ledger.decide(
@@ -373,7 +373,7 @@ class LateStart:
                 and not self._is_gone(record.shares)
             ):
                 return Decision(
-                    record.shares, record.by, by_scheduler=record.may_overcommit, kept=True
+                    record.shares, record.decider, by_scheduler=record.may_overcommit, kept=True
                 )
         self._refuse_before_pods_are_read()
         self._refuse_two_families(start)
@@ -429,7 +429,11 @@ class LateStart:
     # -- 3. book -----------------------------------------------------------------------------------
 
     def _book(
-        self, start: Start, decision: Decision, by: str, rooms: Iterable[DeviceRoom] | None = None
+        self,
+        start: Start,
+        decision: Decision,
+        decider: str,
+        rooms: Iterable[DeviceRoom] | None = None,
     ) -> Grant:
         """Book the decision; ``rooms`` are what the devices had left just before,
         where that is known.
@@ -441,7 +445,7 @@ class LateStart:
                 start.ids,
                 decision.shares,
                 start.owner,
-                evidence=(*start.found.evidence, by),
+                evidence=(*start.found.evidence, decider),
                 ended=ended_before(self._context.ledger.grants, start.pod, start.owner),
                 may_overcommit=may,
             )

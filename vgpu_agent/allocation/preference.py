@@ -58,9 +58,9 @@ def _likeliest(
             context.pods.pods,
             started,
             offered.name,
-            size,
-            context.node,
-            offered={offer.name: len(offer.ids) for offer in context.ledger.resources},
+            count=size,
+            node=context.node,
+            id_counts={offer.name: len(offer.ids) for offer in context.ledger.resources},
         )
     ]
     # Some of these containers have their ids already, but the kubelet's records have not named them

@@ -59,17 +59,17 @@ def question(
     }
     other_families = neighbours_of(ledger, offered.family, taken.values())
     return Question(
-        offered,
-        pod,
-        container,
-        tuple(ids),
-        context.node,
-        context.inventory(),
-        rooms,
-        siblings,
-        taken,
-        other_families,
-        context.node_annotations(),
+        resource=offered,
+        pod=pod,
+        container=container,
+        ids=tuple(ids),
+        node=context.node,
+        inventory=context.inventory(),
+        rooms=rooms,
+        siblings=siblings,
+        taken=taken,
+        neighbours=other_families,
+        node_annotations=context.node_annotations(),
     )
 
 

@@ -96,12 +96,26 @@ class Refusals:
         )
         if before is None:
             self._refusals[key] = Refusal(
-                pod, container, resource, reason, self._clock(), 1, final, advice
+                pod,
+                container,
+                resource,
+                reason,
+                since=self._clock(),
+                count=1,
+                final=final,
+                advice=advice,
             )
         else:
             final = final or before.final
             self._refusals[key] = Refusal(
-                pod, container, resource, reason, before.since, before.count + 1, final, advice
+                pod,
+                container,
+                resource,
+                reason,
+                since=before.since,
+                count=before.count + 1,
+                final=final,
+                advice=advice,
             )
         if len(self._refusals) > MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]

@@ -27,7 +27,7 @@ def starting_container(
     names: Collection[str],
     last: GrantRecord | None,
     *,
-    settled: bool,
+    status_is_current: bool,
     booted_at: float = 0.0,
 ) -> str | None:
     """Return the one of ``names`` that starts now; None while the pod's status does not show it.
@@ -37,8 +37,9 @@ def starting_container(
         names: the containers of the pod that have the same ids.
         last: the record of the last start with these ids in this pod. That start may have failed
             after the agent had accepted it.
-        settled: the status counts as up to date: what it does not show has not happened. But one
-            that shows the last container with these ids as running is out of date all the same.
+        status_is_current: the status counts as up to date: what it does not show has not happened.
+            But one that shows the last container with these ids as running is out of date all the
+            same.
         booted_at: unix seconds of the host's last boot.
     """
     order = [each for each in pod.containers if each.name in names]
@@ -54,14 +55,14 @@ def starting_container(
         return first.name  # all containers start again
     if pod.in_new_sandbox:  # at the last status, the kubelet was about to create a sandbox
         # Either all containers start again, or the status is older than the last start.
-        return first.name if ended or settled else None
+        return first.name if ended or status_is_current else None
     if previous.kind is not ContainerKind.INIT or place + 1 == len(order):
         return previous.name
     if previous.completed and ended:
         return order[place + 1].name
     failed = previous.ended_at > last.decided_at and not previous.completed
     # The kubelet starts no running container, so a status that shows it running is out of date.
-    return previous.name if failed or (settled and not previous.running) else None
+    return previous.name if failed or (status_is_current and not previous.running) else None
 
 
 def has_containers_waiting_behind_init(pods: Iterable[Pod], resource: str) -> bool:

@@ -193,11 +193,11 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "pod": record.owner.pod,
         "container": record.owner.container,
         "shares": msgspec.json.encode(record.shares).decode(),
-        "by": record.by,
+        "by": record.decider,
         "decided-at": repr(record.decided_at),
-        "collected": record.collected,
+        "collected": record.own_directory,
         **({"may-overcommit": "true"} if record.may_overcommit else {}),
-        **({"rules-out": ",".join(record.rules_out)} if record.rules_out else {}),
+        **({"rules-out": ",".join(record.inits_not_running)} if record.inits_not_running else {}),
     }
     return {_PREFIX + name: value for name, value in facts.items()}
 
@@ -208,16 +208,18 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
         if not is_uid(owner.pod_uid) or not is_container_name(owner.container):
             named = f"UID {quoted(owner.pod_uid)} and container {quoted(owner.container)}"
             raise HostFileError(f"annotations: expected names that Kubernetes allows, got {named}")
-        rules_out = tuple(facts["rules-out"].split(",")) if facts.get("rules-out") else ()
-        if not all(map(is_container_name, rules_out)):
+        inits_not_running = tuple(facts["rules-out"].split(",")) if facts.get("rules-out") else ()
+        if not all(map(is_container_name, inits_not_running)):
             raise HostFileError(
                 f"annotation {_PREFIX}rules-out: expected names of containers with commas between, "
                 f"got {quoted(facts['rules-out'])}"
             )
-        collected = facts["collected"]
-        if collected and (not os.path.isabs(collected) or os.path.normpath(collected) != collected):
+        own_directory = facts["collected"]
+        if own_directory and (
+            not os.path.isabs(own_directory) or os.path.normpath(own_directory) != own_directory
+        ):
             raise HostFileError(
-                f"annotation {_PREFIX}collected: expected an absolute path, got {collected!r}"
+                f"annotation {_PREFIX}collected: expected an absolute path, got {own_directory!r}"
             )
         return GrantRecord(
             token=token,
@@ -226,11 +228,11 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
             id_count=int(facts["ids"]),
             owner=owner,
             shares=msgspec.json.decode(facts["shares"], type=tuple[Share, ...]),
-            by=facts["by"],
+            decider=facts["by"],
             decided_at=float(facts["decided-at"]),
-            collected=collected,
+            own_directory=own_directory,
             may_overcommit=facts.get("may-overcommit") == "true",
-            rules_out=rules_out,
+            inits_not_running=inits_not_running,
         )
     except KeyError as err:
         raise HostFileError(f"annotation {_PREFIX}{err.args[0]} is missing") from err

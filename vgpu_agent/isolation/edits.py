@@ -105,21 +105,21 @@ class Provision(msgspec.Struct, frozen=True):
     the container's edits, and what must be on the host before it starts.
 
     Attributes:
-        collected: the grant's own directory on the host; removed with all its content once the pod
-            is gone and nothing in it is mounted.
+        own_directory: the grant's own directory on the host; removed with all its content once the
+            pod is gone and nothing in it is mounted.
         earlier_directory: the directory that an earlier version of the agent gave to this
             container, and that the specs and answers of that version still mount.
         replaces_earlier: whether the kubelet keeps such an answer. Then `earlier_directory` is
-            replaced at each start, with the files of `collected` in it, because a container has
+            replaced at each start, with the files of `own_directory` in it, because a container has
             written to the old one.
         removed: files that the container must not find when it starts, such as those of its
-            previous run; as paths within `collected`. ``files`` are made after that.
+            previous run; as paths within `own_directory`. ``files`` are made after that.
     """
 
     edits: Edits = msgspec.field(default_factory=Edits)
     directories: tuple[HostDirectory, ...] = ()
     files: tuple[HostFile, ...] = ()
-    collected: str = ""
+    own_directory: str = ""
     earlier_directory: str = ""
     replaces_earlier: bool = False
     removed: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Provision(msgspec.Struct, frozen=True):
             edits=self.edits.joined(other.edits),
             directories=self.directories + other.directories,
             files=self.files + other.files,
-            collected=self.collected or other.collected,
+            own_directory=self.own_directory or other.own_directory,
             earlier_directory=self.earlier_directory or other.earlier_directory,
             replaces_earlier=self.replaces_earlier or other.replaces_earlier,
             removed=self.removed + other.removed,

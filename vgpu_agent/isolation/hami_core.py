@@ -169,7 +169,7 @@ class HamiCore(msgspec.Struct):
                     allocated=True,
                 ),
             ),
-            collected=directory,  # removed once the pod is gone
+            own_directory=directory,  # removed once the pod is gone
             # mounted by specs and answers of earlier agents
             earlier_directory=f"{directory_before(self.host_directory)}/{name}",
         )

@@ -265,7 +265,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
                 ),
                 *(_writable(directory, path) for path in written),
             ),
-            collected=directory,  # removed once the pod is gone
+            own_directory=directory,  # removed once the pod is gone
             # VMEM_FILE too: one may be left from before tracks_virtual_memory was switched off
             removed=tuple(dict.fromkeys([PIDS_FILE, VMEM_FILE, *written])),
         )

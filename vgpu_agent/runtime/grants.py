@@ -72,9 +72,9 @@ class GrantDirectory:
 
     All work is done in threads. A thread finishes its work even when the caller is cancelled, and
     one thread at a time works on a token. Most grants have a directory of their own on the host
-    (`Provision.collected`). It is collected in two steps. At once it is renamed, so that its name
-    is free for a new grant. Later its content is removed, in slices and in a thread of its own, so
-    that no start waits for it.
+    (`Provision.own_directory`). It is collected in two steps. At once it is renamed, so that its
+    name is free for a new grant. Later its content is removed, in slices and in a thread of its
+    own, so that no start waits for it.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class GrantDirectory:
         return self._all()
 
     @property
-    def outdated(self) -> bool:
+    def has_outdated_spec(self) -> bool:
         """Tell whether a spec of an earlier version exists.
         It must be written again before a container may start from it.
         """
@@ -180,7 +180,7 @@ class GrantDirectory:
         """
         await asyncio.to_thread(self._deliver, record, provision, await self._inlined(provision))
 
-    async def prepare(self, record: GrantRecord, provision: Provision) -> None:
+    async def write_host_files(self, record: GrantRecord, provision: Provision) -> None:
         """Make the host files and keep the record, without a spec:
         for a container whose answer in Allocate was complete.
 
@@ -276,7 +276,7 @@ class GrantDirectory:
                 continue
             try:
                 renamed = await self._in_own_thread(
-                    record.collected or record.token, functools.partial(self._collect, record)
+                    record.own_directory or record.token, functools.partial(self._collect, record)
                 )
                 if renamed is not None:
                     removed.append(record)
@@ -406,7 +406,9 @@ class GrantDirectory:
         changes.keep_only(failed)
 
     def _is_outdated(self, record: GrantRecord) -> bool:
-        return bool(self._old_directory) and record.collected.startswith(f"{self._old_directory}/")
+        return bool(self._old_directory) and record.own_directory.startswith(
+            f"{self._old_directory}/"
+        )
 
     def _path(self, token: str, directory: str = "") -> str:
         return os.path.join(directory or self._directory, f"vgpu-agent-{token}.json")
@@ -419,7 +421,7 @@ class GrantDirectory:
         return self._path_locks[hash(path) % _LOCK_COUNT]
 
     def _owned(self) -> set[str]:
-        return {record.collected for record in self._all()}
+        return {record.own_directory for record in self._all()}
 
     def _all(self) -> tuple[GrantRecord, ...]:
         return *self._records.values(), *self._prepared.values()
@@ -480,7 +482,7 @@ class GrantDirectory:
         """
         content = grant_spec.spec_text(record, provision.edits, inlined)
         path = self._path(record.token)
-        with self._lock(record.token), self._lock_of(provision.collected):
+        with self._lock(record.token), self._lock_of(provision.own_directory):
             before = self._records.get(record.token)
             if only_missing and os.path.lexists(path):
                 return False
@@ -489,17 +491,17 @@ class GrantDirectory:
                 self._write(path, content, self._directory)
             with self._changing:
                 self._records = {**self._records, record.token: record}
-                if before is not None and before.collected:
+                if before is not None and before.own_directory:
                     # The ids went to a new container, after an init container or an ended pod. Its
                     # predecessor's directory is removed later: the kubelet waits for this call, and
                     # the search for mounts takes a while on a node with many containers.
-                    self._unowned = {*self._unowned, before.collected}
+                    self._unowned = {*self._unowned, before.own_directory}
             return True
 
     def _make(self, provision: Provision) -> None:
         for path in provision.removed:
-            host_files.remove_file(region_slots.resolve_slot(provision.collected), path)
-        with self._noting(os.path.dirname(provision.collected), "the files of containers"):
+            host_files.remove_file(region_slots.resolve_slot(provision.own_directory), path)
+        with self._noting(os.path.dirname(provision.own_directory), "the files of containers"):
             try:
                 host_files.make(self._placed(provision), self._mounts)
             except HostFileError as err:
@@ -557,15 +559,15 @@ class GrantDirectory:
         # If the container still mounts the directory of an earlier version of the agent, that has
         # hard links to the files, so these must be on the same file system.
         if (
-            provision.collected
+            provision.own_directory
             and not provision.replaces_earlier
-            and any(slots.take(provision.collected) for slots in self._slots)
+            and any(slots.take(provision.own_directory) for slots in self._slots)
         ):
             return _in_slot(provision)
         return provision
 
     def _prepare(self, record: GrantRecord, provision: Provision) -> None:
-        with self._lock(record.token), self._lock_of(provision.collected):
+        with self._lock(record.token), self._lock_of(provision.own_directory):
             self._make(provision)
             with self._changing:
                 self._prepared = {**self._prepared, record.token: record}
@@ -582,7 +584,7 @@ class GrantDirectory:
             the new path of the directory, which is still to be removed; empty when there is none;
             None when the grant stays.
         """
-        with self._lock(record.token), self._lock_of(record.collected):
+        with self._lock(record.token), self._lock_of(record.own_directory):
             has_spec, prepared = (
                 self._records.get(record.token) is record,
                 self._prepared.get(record.token) is record,
@@ -590,11 +592,13 @@ class GrantDirectory:
             if not has_spec and not prepared:
                 return None  # the ids went to another container meanwhile
             shared = any(
-                other.collected == record.collected for other in self._all() if other is not record
+                other.own_directory == record.own_directory
+                for other in self._all()
+                if other is not record
             )
             renamed: str | None = ""
-            if record.collected and not shared:
-                renamed = self._free(record.collected)
+            if record.own_directory and not shared:
+                renamed = self._free(record.own_directory)
                 if renamed is None:
                     return None
             if has_spec:
@@ -676,7 +680,7 @@ def _in_slot(provision: Provision) -> Provision:
         directories=tuple(
             directory
             for directory in provision.directories
-            if directory.path != provision.collected
+            if directory.path != provision.own_directory
         ),
         files=tuple(msgspec.structs.replace(file, allocated=False) for file in provision.files),
     )

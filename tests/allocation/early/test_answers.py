@@ -61,7 +61,7 @@ def test_without_the_checkpoint_memory_speaks_but_not_for_init_containers() -> N
     with it would be a guess.
     """
     guesses = Answers()
-    guesses.made("t", Given(A, SHARES, provision(A)))
+    guesses.note_answer("t", Given(A, SHARES, provision(A)))
     assert guesses.judge("t", evidence(A, None), alive) is Verdict.RIGHT
     assert guesses.judge("t", evidence(A, None, has_init_requests=True), alive) is Verdict.LATER
     assert Answers().judge("t", evidence(A, None), alive) is Verdict.WRONG
@@ -74,9 +74,9 @@ def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> Non
     Afterwards both are right.
     """
     guesses = Answers()
-    guesses.made("t1", Given(A, SHARES, provision(A)))
+    guesses.note_answer("t1", Given(A, SHARES, provision(A)))
     assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.LATER
-    guesses.made("t2", Given(B, SHARES, provision(B)))
+    guesses.note_answer("t2", Given(B, SHARES, provision(B)))
     assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.EXCHANGE
     assert guesses.exchange("t1", B) == A
     assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.RIGHT
@@ -86,7 +86,7 @@ def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> Non
 def test_what_was_meant_for_a_pod_that_is_gone_is_not_kept() -> None:
     """Deleted by force, its container may still run in the folder that the answer names."""
     guesses = Answers()
-    guesses.made("t1", Given(A, SHARES, provision(A)))
+    guesses.note_answer("t1", Given(A, SHARES, provision(A)))
     assert (
         guesses.judge("t1", evidence(B, provision(A).edits), lambda uid: uid == "uid-a")
         is Verdict.WRONG
@@ -96,8 +96,8 @@ def test_what_was_meant_for_a_pod_that_is_gone_is_not_kept() -> None:
 def test_an_answer_that_somebody_else_has_is_not_shared() -> None:
     """Two containers would have one folder."""
     guesses = Answers()
-    guesses.made("t1", Given(A, SHARES, provision(A)))
-    guesses.made("t2", Given(B, SHARES, provision(B)))
+    guesses.note_answer("t1", Given(A, SHARES, provision(A)))
+    guesses.note_answer("t2", Given(B, SHARES, provision(B)))
     crowded = evidence(B, provision(A).edits, elsewhere=(provision(A).edits,))
     assert guesses.judge("t1", crowded, alive) is Verdict.WRONG
 
@@ -107,11 +107,11 @@ def test_a_directory_is_never_shared_even_if_the_answers_differ() -> None:
     both answers lead into A's directory.
     """
     own = Mount("/own", "/own/a/cache")
-    before = Provision(Edits({"GPU": U1}, (own,)), collected="/own/a")
-    again = Provision(Edits({"GPU": U0}, (own,)), collected="/own/a")
+    before = Provision(Edits({"GPU": U1}, (own,)), own_directory="/own/a")
+    again = Provision(Edits({"GPU": U0}, (own,)), own_directory="/own/a")
     guesses = Answers()
-    guesses.made("t1", Given(A, SHARES, again))
-    guesses.made("t2", Given(B, SHARES, provision(B)))
+    guesses.note_answer("t1", Given(A, SHARES, again))
+    guesses.note_answer("t2", Given(B, SHARES, provision(B)))
     assert (
         guesses.judge("t1", evidence(B, again.edits, elsewhere=(before.edits,)), alive)
         is Verdict.WRONG
@@ -131,7 +131,7 @@ def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
     """
     now = Provision(
         Edits({"GPU": U0, "NEW": "1"}, (Mount("/region", "/new/a/cache"),)),
-        collected="/new/a",
+        own_directory="/new/a",
         earlier_directory="/old/a",
     )
     then = Edits({"GPU": U0}, (Mount("/tmp/vgpu", "/old/a"), Mount("/region", "/old/a/cache")))
@@ -152,26 +152,26 @@ def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
 def test_an_answer_with_another_share_is_not_left_to_somebody_else() -> None:
     """B could keep what was meant for A, but what was meant for B is not what A should have."""
     guesses = Answers()
-    guesses.made("t1", Given(A, SHARES, provision(A)))
-    guesses.made("t2", Given(B, (Share(U1, 1000),), provision(B, U1)))
+    guesses.note_answer("t1", Given(A, SHARES, provision(A)))
+    guesses.note_answer("t2", Given(B, (Share(U1, 1000),), provision(B, U1)))
     assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.WRONG
 
 
 def test_unequal_shares_are_never_exchanged() -> None:
     """Another GPU, another limit: refused."""
     guesses = Answers()
-    guesses.made("t1", Given(A, (Share(U1, 1000),), provision(A, U1)))
-    guesses.made("t2", Given(B, SHARES, provision(B)))
+    guesses.note_answer("t1", Given(A, (Share(U1, 1000),), provision(A, U1)))
+    guesses.note_answer("t2", Given(B, SHARES, provision(B)))
     assert guesses.judge("t1", evidence(B, provision(A, U1).edits), alive) is Verdict.WRONG
 
 
 def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:
     """It has not been answered by it, and the one that has it has."""
     guesses = Answers()
-    guesses.made("t1", Given(A, SHARES, provision(A)))
-    assert guesses.refuted("t1", B) is not None
+    guesses.note_answer("t1", Given(A, SHARES, provision(A)))
+    assert guesses.note_wrong_answer("t1", B) is not None
     assert guesses.answered == {B}
-    assert guesses.refuted("t1", B) is None
+    assert guesses.note_wrong_answer("t1", B) is None
 
 
 def test_a_container_that_has_a_wrong_answer_waits_for_no_other() -> None:
@@ -179,18 +179,18 @@ def test_a_container_that_has_a_wrong_answer_waits_for_no_other() -> None:
     so a third pod's call is not taken for one that has its answer, however wrong.
     """
     guesses = Answers()
-    guesses.made("t1", Given(A, SHARES, provision(A)))
-    guesses.made("t2", Given(B, SHARES, provision(B)))
-    guesses.refuted("t2", A)  # A has the answer that was meant for B
+    guesses.note_answer("t1", Given(A, SHARES, provision(A)))
+    guesses.note_answer("t2", Given(B, SHARES, provision(B)))
+    guesses.note_wrong_answer("t2", A)  # A has the answer that was meant for B
     assert guesses.answered == {A}
-    guesses.refuted("t1", B)  # and B what was meant for A, which has its ids already
+    guesses.note_wrong_answer("t1", B)  # and B what was meant for A, which has its ids already
     assert guesses.answered == {A, B}
 
 
 def test_kubelets_records_correct_who_was_answered() -> None:
     """Verification names the holder before it starts: the one that it was taken for has nothing."""
     guesses = Answers()
-    guesses.made("t1", Given(A, SHARES, provision(A)))
+    guesses.note_answer("t1", Given(A, SHARES, provision(A)))
     grant = Grant(
         1, "f", "r", ("x",), SHARES, owner=Owner("main", "uid-b", "ns", "b"), decided_for=A
     )

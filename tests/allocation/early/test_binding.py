@@ -139,7 +139,8 @@ async def test_equal_shares_are_exchanged() -> None:
     }
     assert all(grant.proven for grant in place.ledger.grants)
     _, provision = place.carrier.prepared[grant_token(NUMBER, IDS[:1])]
-    assert provision.collected == "/own/uid-first_main"  # what the answer mounts is what is made
+    # what the answer mounts is what is made
+    assert provision.own_directory == "/own/uid-first_main"
     await place.start(IDS[:1])  # a crash
 
 
@@ -155,7 +156,7 @@ async def test_without_the_checkpoint_the_files_of_the_answer_are_made_all_the_s
     place.on_server["default", "train"] = pod  # the name alone is no proof (see test_late_identity)
     await place.start(IDS[:1])
     record, provision = place.carrier.prepared[grant_token(NUMBER, IDS[:1])]
-    assert (record.owner.pod_uid, record.owner.container, provision.collected) == (
+    assert (record.owner.pod_uid, record.owner.container, provision.own_directory) == (
         pod.uid,
         "main",
         "/own/uid-train_main",
@@ -289,7 +290,7 @@ def test_only_pods_that_can_be_meant_are_candidates() -> None:
     ]
     for pod in pods:
         book.put(pod)
-    found = candidates(book.pods, {("uid-served", "main")}, NUMBER, 1, NODE)
+    found = candidates(book.pods, {("uid-served", "main")}, NUMBER, count=1, node=NODE)
     assert [candidate.key for candidate in found] == [("uid-first", "main")]
 
 
@@ -299,13 +300,13 @@ def test_sizes_of_sibling_calls_speak_for_a_candidate() -> None:
     """
     small = a_pod("small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1000}))
     large = a_pod("large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2000}))
-    found = candidates([small, large], set(), NUMBER, 1, NODE)
+    found = candidates([small, large], set(), NUMBER, count=1, node=NODE)
     siblings = Siblings()
     assert likeliest(found, siblings) == found[0]
-    siblings.allocated(MEMORY, 2000)
+    siblings.note_allocated(MEMORY, 2000)
     assert likeliest(found, siblings) == found[1]
-    siblings.decided({NUMBER: 1, MEMORY: 2000}, [MEMORY])
-    siblings.allocated(MEMORY, 1000)
+    siblings.note_decision({NUMBER: 1, MEMORY: 2000}, [MEMORY])
+    siblings.note_allocated(MEMORY, 1000)
     assert likeliest(found[:1], siblings) == found[0]
 
 
@@ -313,12 +314,12 @@ def test_a_sibling_call_of_the_container_before_says_nothing() -> None:
     """The number may come first: the memory call that follows belongs to what was decided."""
     small = a_pod("small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1000}))
     large = a_pod("large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2000}))
-    found = candidates([large], set(), NUMBER, 1, NODE)
+    found = candidates([large], set(), NUMBER, count=1, node=NODE)
     siblings = Siblings()
-    siblings.decided(small.containers[0].limits, [MEMORY])
-    siblings.allocated(MEMORY, 1000)
+    siblings.note_decision(small.containers[0].limits, [MEMORY])
+    siblings.note_allocated(MEMORY, 1000)
     assert siblings.fits(found[0])
-    siblings.allocated(MEMORY, 500)
+    siblings.note_allocated(MEMORY, 500)
     assert not siblings.fits(found[0])
 
 
@@ -370,7 +371,7 @@ class _VisibleFamily(NumberFamily):
                     "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/x",
                 }
             ),
-            collected=own.collected,
+            own_directory=own.own_directory,
         )
 
 

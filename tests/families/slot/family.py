@@ -96,7 +96,7 @@ class SlotFamily:
             Edits({"SLOT_GPU": gpus}),
             directories=(HostDirectory(own),),
             files=(HostFile(f"{own}/gpu", len(gpus), ((0, gpus.encode()),)),),
-            collected=own,
+            own_directory=own,
             removed=(LEFT,),
         )
 

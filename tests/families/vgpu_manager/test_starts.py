@@ -61,7 +61,7 @@ async def test_the_claim_decides_and_not_the_id() -> None:
     await started(node, a_pod("a", f"main[1_{U1}_50_30000]"), f"{U0}::4")
     assert shares(node) == {("uid-a", "main"): (Share(U1, 30_000, 50),)}
     record, provision = node.carrier.specs[grant_token(NUMBER, [f"{U0}::4"])]
-    assert record.by == f"decided by the scheduler, in {KEYS.pre_allocated}"
+    assert record.decider == f"decided by the scheduler, in {KEYS.pre_allocated}"
     assert provision.edits.environment["NVIDIA_VISIBLE_DEVICES"] == U1
 
 

@@ -49,7 +49,7 @@ class _Recorder:
     def provision(self, target: Target) -> Provision:
         self.targets.append(target)
         return Provision(
-            Edits(environment={"ASKED": str(len(self.targets))}), collected="/a/directory"
+            Edits(environment={"ASKED": str(len(self.targets))}), own_directory="/a/directory"
         )
 
 
@@ -157,7 +157,7 @@ def test_the_backend_is_told_whose_limits_these_are() -> None:
         )
     ]
     assert provision.edits.environment["ASKED"] == "1"
-    assert provision.collected == "/a/directory"
+    assert provision.own_directory == "/a/directory"
 
 
 def test_what_the_runtime_is_asked_for_can_be_switched_off() -> None:

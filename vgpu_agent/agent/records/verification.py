@@ -257,14 +257,14 @@ class Verification:
         drift = self._allocator.confirm(
             records,
             reservation_seconds=RESERVATION_SECONDS,
-            newest=newest,  # of bookings after this one the records say nothing
+            newest_grant=newest,
             initial=initial,
             # A kubelet that has just come back does not list its pods until it has received them
             # again.
             may_release=now - self._restarted_at > RESERVATION_SECONDS,
             has_ended=lambda grant: self._ends.has_ended(grant, records),
             ended_only=ended_only,
-            kept=self._kept(records, now),  # may be missing in the records
+            kept_grants=self._kept(records, now),
         )
         if initial:
             self._unlisted = {grant.number for grant in self._ledger.grants}

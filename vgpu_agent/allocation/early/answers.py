@@ -85,12 +85,12 @@ class Answers:
         # again
         self._holders: set[Key] = set()
 
-    def made(self, token: str, given: Given) -> None:
+    def note_answer(self, token: str, given: Given) -> None:
         """Note an answer that was given."""
         self.given[token] = given
         self.answered.add(given.decided_for)
 
-    def admitted(self, pod: Pod) -> None:
+    def note_admission(self, pod: Pod) -> None:
         """Note that the kubelet has given ids to ``pod``;
         by then it has admitted or rejected nearly all pods that were bound before.
         """
@@ -163,7 +163,7 @@ class Answers:
         self.given[token] = msgspec.structs.replace(given, remarks=())
         return given.remarks
 
-    def refuted(self, token: str, key: Key) -> Given | None:
+    def note_wrong_answer(self, token: str, key: Key) -> Given | None:
         """Note that the answer of ``token`` is not for its holder ``key``; the container it was
         meant for may still wait for one.
         """
@@ -212,7 +212,7 @@ class Answers:
 
 def _has_answered(provision: Provision, answers: Collection[Edits]) -> bool:
     """Tell whether any of ``answers`` mounts the directory of the provision's own container: the
-    present one (``collected``), or that of an earlier version of the agent
+    present one (``own_directory``), or that of an earlier version of the agent
     (``earlier_directory``).
 
     Other parts of the answer may differ: an agent that has forgotten its guesses can answer for the
@@ -220,7 +220,7 @@ def _has_answered(provision: Provision, answers: Collection[Edits]) -> bool:
     """
     return any(
         answer == provision.edits
-        or leads_into(provision.collected, answer)
+        or leads_into(provision.own_directory, answer)
         or leads_into(provision.earlier_directory, answer)
         for answer in answers
     )
@@ -235,7 +235,8 @@ def _is_of(answer: Edits, provision: Provision) -> bool:
     """
     wanted = provision.edits
     if answer == wanted or not (
-        leads_into(provision.collected, answer) or leads_into(provision.earlier_directory, answer)
+        leads_into(provision.own_directory, answer)
+        or leads_into(provision.earlier_directory, answer)
     ):
         return answer == wanted
     environment_known = answer.environment.items() <= wanted.environment.items()

@@ -80,11 +80,11 @@ class EarlyBinding:
         exchanges: how often two containers have kept each other's answers.
     """
 
-    def __init__(self, context: Context, *, claims: Claims, ended: EndedPods) -> None:
+    def __init__(self, context: Context, *, claims: Claims, ended_pods: EndedPods) -> None:
         self._context = context
         self._ledger = context.ledger
         self._claims = claims
-        self._ended = ended
+        self._ended_pods = ended_pods
         self._siblings = Siblings()
         self._answers = Answers()
         self.wrong_guesses = 0
@@ -96,7 +96,7 @@ class EarlyBinding:
         """Note that the kubelet has allocated ``count`` ids of a resource that is only counted.
         This is evidence of the container of the next call.
         """
-        self._siblings.allocated(resource, count)
+        self._siblings.note_allocated(resource, count)
 
     async def allocate(
         self, offered: Resource, ids: Sequence[str], family: PodFamily
@@ -131,27 +131,38 @@ class EarlyBinding:
                 reason=str(decision),
             )
             grant, given = (
-                self._ledger.reserve(offered.name, ids, (), candidate.key),
-                Given(candidate.key, (), Provision(_NOTHING)),
+                self._ledger.reserve(offered.name, ids, shares=(), decided_for=candidate.key),
+                Given(decided_for=candidate.key, shares=(), provision=Provision(_NOTHING)),
             )
         else:
             try:
                 may = may_overcommit(decision, candidate.pod, self._context.settings)
                 grant = self._ledger.reserve(
-                    offered.name, ids, decision.shares, candidate.key, may_overcommit=may
+                    offered.name,
+                    ids,
+                    decision.shares,
+                    decided_for=candidate.key,
+                    may_overcommit=may,
                 )
             except (CapacityError, UnhealthyDeviceError):
                 # A refusal here would be final; at the start it is not, and by then a pod that is
                 # ending may have made room.
-                grant = self._ledger.reserve(offered.name, ids, (), candidate.key)
+                grant = self._ledger.reserve(
+                    offered.name, ids, shares=(), decided_for=candidate.key
+                )
             asked = self._question(offered, candidate.pod, candidate.container.name, ids)
             provision = family.provision(asked, decision.shares)
-            given = Given(candidate.key, decision.shares, provision, decision.remarks)
+            given = Given(
+                decided_for=candidate.key,
+                shares=decision.shares,
+                provision=provision,
+                remarks=decision.remarks,
+            )
         counted = [
             offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
         ]
-        self._siblings.decided(candidate.container.limits, counted)
-        self._answers.made(token, given)
+        self._siblings.note_decision(candidate.container.limits, counted)
+        self._answers.note_answer(token, given)
         return grant, given.provision.edits
 
     async def _guess(
@@ -173,9 +184,9 @@ class EarlyBinding:
                 pods.pods,
                 self._answers.answered,
                 offered.name,
-                len(ids),
-                self._context.node,
-                offered=existing,
+                count=len(ids),
+                node=self._context.node,
+                id_counts=existing,
                 admitted_up_to=self._answers.admitted_up_to,
             )
             likely, left = likeliest(found, self._siblings), until - now()
@@ -291,7 +302,7 @@ class EarlyBinding:
             LedgerError: the decision cannot be booked now.
             HostFileError: a file could not be put into place.
         """
-        self._answers.admitted(start.pod)
+        self._answers.note_admission(start.pod)
 
         def attempt() -> tuple[Decision, list[Provision], str]:
             decision = decide(start)
@@ -303,18 +314,18 @@ class EarlyBinding:
             return decision, *self._prove(start, decision.shares)
 
         # `with_room` tries again once ended pods have made room
-        decision, provisions, exchanged = await self._ended.with_room(start, attempt)
+        decision, provisions, exchanged = await self._ended_pods.with_room(start, attempt)
         by = decision.by
         # The answer that the kubelet keeps is proven for these shares, so only their booking is
         # tried again.
-        grant = await self._ended.with_room(
+        grant = await self._ended_pods.with_room(
             start, lambda: book(start, decision, f"{by}; {exchanged}" if exchanged else by)
         )
         for provision in provisions:
             record = self._context.record(
                 start.token, len(start.ids), start.pod, start.owner, grant, by, provision
             )
-            await self._context.carrier.prepare(record, provision)
+            await self._context.carrier.write_host_files(record, provision)
         remarks = decision.remarks or self._answers.take_remarks(start.token, start.key)
         self._context.notices.add_remarks(start.pod, start.owner.container, remarks)
         return grant
@@ -441,7 +452,9 @@ class EarlyBinding:
                     self._question(start.offered, start.pod, container, grant.ids)
                 )
                 may = may_overcommit(decision, start.pod, self._context.settings)
-                self._ledger.fill(grant.number, decision.shares, key, may_overcommit=may)
+                self._ledger.fill(
+                    grant.number, decision.shares, decided_for=key, may_overcommit=may
+                )
 
     def _refute(self, start: Start) -> NoReturn:
         """Refuse the start for good, because the answer is another container's."""
@@ -449,11 +462,11 @@ class EarlyBinding:
         self._ledger.decide(
             start.offered.name,
             start.ids,
-            (),
-            start.owner,
+            shares=(),
+            owner=start.owner,
             evidence=("refused: answered for another pod",),
         )
-        given = self._answers.refuted(start.token, start.key)
+        given = self._answers.note_wrong_answer(start.token, start.key)
         whose = (
             f"the container {given.decided_for[1]} of {self._pod_text(given.decided_for[0])}"
             if given

@@ -29,11 +29,11 @@ class Siblings:
         self._since: list[tuple[str, int]] = []
         self._still_lacking: dict[str, int] = {}  # resource → number of ids
 
-    def allocated(self, resource: str, count: int) -> None:
+    def note_allocated(self, resource: str, count: int) -> None:
         """Note that the kubelet has allocated ``count`` ids of a counted resource."""
         self._since.append((resource, count))
 
-    def decided(self, limits: Mapping[str, int], counted: Collection[str]) -> None:
+    def note_decision(self, limits: Mapping[str, int], counted: Collection[str]) -> None:
         """Note the decision for a container with these limits.
 
         Calls for those of its ``counted`` resources that were not allocated yet may follow.

@@ -264,7 +264,7 @@ def test_a_container_is_told_of_its_instances_and_of_nothing_else() -> None:
             "NVIDIA_MOFED": "enabled",
         }
     )
-    assert (provision.directories, provision.files, provision.collected) == ((), (), "")
+    assert (provision.directories, provision.files, provision.own_directory) == ((), (), "")
 
 
 def test_an_instance_that_is_gone_is_not_told_of() -> None:
