@@ -26,7 +26,7 @@ class Conflict(NamedTuple):
     with its sentence.
     """
 
-    blame: tuple[tuple[str, str], ...]
+    to_change: tuple[tuple[str, str], ...]
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:

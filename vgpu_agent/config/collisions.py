@@ -52,7 +52,7 @@ def spreading_warnings(settings: Settings) -> Iterator[str]:
 
 def two_daemons_remedy() -> str:
     """The remedy where a GPU would get two MPS control daemons, as the end of a sentence."""
-    keys = ", ".join(["families", *sorted(family.mps for family in DECLARED if family.mps)])
+    keys = ", ".join(["families", *sorted(family.mps_key for family in DECLARED if family.mps_key)])
     return f"offer it by one of the two ({keys})"
 
 

@@ -35,7 +35,7 @@ def convert(file: str, content: bytes) -> str:
         f"# Made from {name}, a configuration of NVIDIA's device plugin.",
         *(f"# warning: {warning}" for warning in loaded.warnings),
         f"version: {VERSION}",
-        *_section(schema.root(), loaded.settings, given, "", ""),
+        *_section(schema.root(), loaded.settings, given, path="", indent=""),
     ]
     return "\n".join(lines) + "\n"
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# In addition to `live` of the families. All other settings are paths, addresses or time limits that
-# a running part was built with.
+# In addition to `live_paths` of the families. All other settings are paths, addresses or time
+# limits that a running part was built with.
 _AT_ONCE = (
     "nvidiaConfigFile",
     "plugin.",
@@ -63,7 +63,7 @@ def in_force(running: Section, new: Section, prefix: str = "") -> Section:
 def takes_effect_at_once(path: str) -> bool:
     """Tell whether a running agent follows a change of the value at ``path``."""
     return path.startswith(
-        (*_AT_ONCE, *(beginning for family in families.DECLARED for beginning in family.live))
+        (*_AT_ONCE, *(beginning for family in families.DECLARED for beginning in family.live_paths))
     )
 
 

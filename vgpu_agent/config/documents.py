@@ -1,7 +1,7 @@
 """A configuration of a replaced plugin as a document of its own, whose values count where the
 agent's own file says nothing.
 
-Its family declares how it is read (`families.FamilySettings.document`); `load` finds it, and
+Its family declares how it is read (`families.FamilySettings.plugin_document`); `load` finds it, and
 `reading` judges its values like our own.
 """
 

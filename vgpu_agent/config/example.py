@@ -37,7 +37,7 @@ _NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off"}
 
 def example() -> str:
     """Write a complete YAML file that loads to the defaults."""
-    lines = [*_comment(_HEADER, ""), "version: v1", *_section(schema.root(), "", "")]
+    lines = [*_comment(_HEADER, ""), "version: v1", *_section(schema.root(), path="", indent="")]
     return "\n".join(lines) + "\n"
 
 

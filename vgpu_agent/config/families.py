@@ -91,16 +91,17 @@ class FamilySettings(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the glossary's name, e.g. ``volcano-vgpu``.
-        switch: the text of its switch in ``families``.
-        on: the default of the switch.
+        switch_text: the text of its switch in ``families``.
+        on_by_default: the default of the switch.
         sections: its own sections, by their names in Python.
-        former: keys of earlier versions that are no settings any more → what the agent does now.
-        live: beginnings of the paths of settings whose changes a running agent follows.
+        former_keys: keys of earlier versions that are no settings any more → what the agent does
+            now.
+        live_paths: beginnings of the paths of settings whose changes a running agent follows.
         options: its own flags and environment variables.
         follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as
             well.
         follows_flags: the same, except that NVIDIA's file does not set it.
-        ignored: variables of the replaced plugin that are not followed.
+        ignored_variables: variables of the replaced plugin that are not followed.
         ignored_flags: flags of the replaced plugin that are accepted and not followed.
         conflicts: the rules that the settings break, whether it is on or off. An agent does not
             start with such settings.
@@ -110,35 +111,35 @@ class FamilySettings(msgspec.Struct, frozen=True):
         collisions: the broken rules about this family together with others. An agent starts, and
             withholds what is in conflict.
         spreading: its settings that spread pods over more GPUs than they need.
-        mps: the key by which its GPUs are shared with MPS; empty where they never are.
-        daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
+        mps_key: the key by which its GPUs are shared with MPS; empty where they never are.
+        runs_mps_daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
         mounted_mps_directory: the directory for MPS that its containers have mounted, and the
             setting with its value that causes it; empty for none.
-        document: the document that the replaced plugin is configured by, where it has values for
-            the whole agent. One family has one.
+        plugin_document: the document that the replaced plugin is configured by, where it has values
+            for the whole agent. One family has one.
         offers_mig: it offers existing MIG instances, as ``plugin.migStrategy`` says.
     """
 
     name: str
-    switch: str
-    on: bool = False
+    switch_text: str
+    on_by_default: bool = False
     sections: Mapping[str, type[msgspec.Struct]] = msgspec.field(default_factory=dict)
-    former: Mapping[str, str] = msgspec.field(default_factory=dict)
-    live: tuple[str, ...] = ()
+    former_keys: Mapping[str, str] = msgspec.field(default_factory=dict)
+    live_paths: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
     follows: Mapping[str, str] = msgspec.field(default_factory=dict)
     follows_flags: Mapping[str, str] = msgspec.field(default_factory=dict)
-    ignored: tuple[ForeignVariable, ...] = ()
+    ignored_variables: tuple[ForeignVariable, ...] = ()
     ignored_flags: tuple[ForeignFlag, ...] = ()
     conflicts: Callable[[Settings], Iterable[Conflict]] = _no_conflicts
     without_effect: Callable[[Settings], Iterable[str]] = _no_sentences
     names: Callable[[Settings], Iterable[OfferedName]] = _no_names
     collisions: Callable[[Settings], Iterable[Conflict]] = _no_conflicts
     spreading: tuple[Spreading, ...] = ()
-    mps: str = ""
-    daemons: Callable[[Settings], bool] = _no_daemons
+    mps_key: str = ""
+    runs_mps_daemons: Callable[[Settings], bool] = _no_daemons
     mounted_mps_directory: Callable[[Settings], tuple[str, str]] = _no_directory
-    document: PluginDocument | None = None
+    plugin_document: PluginDocument | None = None
     offers_mig: bool = False
 
     @property
@@ -169,8 +170,8 @@ def plugin_document() -> PluginDocument:
         LookupError: no family has been declared that has one.
     """
     for family in DECLARED:
-        if family.document is not None:
-            return family.document
+        if family.plugin_document is not None:
+            return family.plugin_document
     raise LookupError(
         "no family is declared; import vgpu_agent.families.registry before a configuration is read"
     )

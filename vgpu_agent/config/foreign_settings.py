@@ -70,7 +70,7 @@ _FORMER_FLAGS = (
 
 def names() -> set[str]:
     """List the variables of all families that are not followed."""
-    return {variable.name for family in families.DECLARED for variable in family.ignored}
+    return {variable.name for family in families.DECLARED for variable in family.ignored_variables}
 
 
 def flags() -> dict[str, ForeignFlag]:
@@ -84,7 +84,9 @@ def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterat
     counts as not set.
     """
     for variable in (
-        variable for family in families.switched_on(settings) for variable in family.ignored
+        variable
+        for family in families.switched_on(settings)
+        for variable in family.ignored_variables
     ):
         value = environment.get(variable.name, "")
         if (

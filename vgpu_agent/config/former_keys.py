@@ -79,5 +79,5 @@ FORMER_KEYS = {
 def former_keys() -> dict[str, str]:
     """Return every key of an earlier version, with what the agent does now."""
     return FORMER_KEYS | {
-        key: instead for family in families.DECLARED for key, instead in family.former.items()
+        key: instead for family in families.DECLARED for key, instead in family.former_keys.items()
     }

@@ -114,7 +114,9 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
             is wrong; one sentence each.
     """
     file = flags.get(options.CONFIG_FLAG, environment.get(options.CONFIG_VARIABLE, "")) or None
-    return load_sources(Sources(dict(flags), options.relevant(environment), file))
+    return load_sources(
+        Sources(flags=dict(flags), environment=options.relevant(environment), file=file)
+    )
 
 
 def log_format(flags: Mapping[str, str], environment: Mapping[str, str]) -> str:
@@ -155,9 +157,8 @@ def load_text(sources: Sources, own: bytes | None) -> Loaded:
         ConfigError: as for `load`.
     """
     file = nvidia_file(sources, own)
-    return load_contents(
-        sources, Contents(own, file, read(file, nvidia_file_named_by(sources)) if file else None)
-    )
+    content = read(file, nvidia_file_named_by(sources)) if file else None
+    return load_contents(sources, Contents(own=own, nvidia_file=file, nvidia=content))
 
 
 def load_contents(sources: Sources, contents: Contents) -> Loaded:

@@ -31,7 +31,7 @@ class Problems:
         return self._count
 
     @property
-    def enough(self) -> bool:
+    def only_counts_more(self) -> bool:
         """Tell whether further problems are only counted, so that they need no text."""
         return len(self._found) >= SHOWN
 
@@ -40,7 +40,7 @@ class Problems:
         line, the others after them.
         """
         self._count += 1
-        if not self.enough:
+        if not self.only_counts_more:
             file = (
                 self._files.setdefault(place.rpartition(":")[0], len(self._files))
                 if line

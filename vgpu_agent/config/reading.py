@@ -35,15 +35,15 @@ class Place(msgspec.Struct, frozen=True):
         origin: the place as text, in the form of `Loaded.origins`.
         prefix: the place as text, in the form that begins an error message.
         line: the line number in a file; 0 for a flag, a variable or a default.
-        key: the key's dotted path in a file of NVIDIA's plugin; empty in any other source.
-        replaced_plugin: the source is a configuration of NVIDIA's plugin.
+        plugin_key: the key's dotted path in a file of NVIDIA's plugin; empty in any other source.
+        in_plugin_document: the source is a configuration of NVIDIA's plugin.
     """
 
     origin: str
     prefix: str
     line: int = 0
-    key: str = ""
-    replaced_plugin: bool = False
+    plugin_key: str = ""
+    in_plugin_document: bool = False
 
     @property
     def prefix_names_key(self) -> bool:
@@ -166,7 +166,7 @@ class Reading:
         settings = msgspec.convert(self._accepted, schema.root())
         for conflict in checks.conflicts(settings):
             # an error has already been reported for a refused value
-            if not any(path in self._refused for path, _ in conflict.blame):
+            if not any(path in self._refused for path, _ in conflict.to_change):
                 path, text = self._first_set(conflict)
                 self._report_at(
                     path, self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN)), text
@@ -185,7 +185,7 @@ class Reading:
             place = self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN))
             found.add(
                 place.prefix,
-                "" if place.prefix_names_key else place.key or path,
+                "" if place.prefix_names_key else place.plugin_key or path,
                 text,
                 line=place.line,
             )
@@ -203,7 +203,8 @@ class Reading:
         path of all if no source has set one.
         """
         return next(
-            (blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0]
+            (change for change in conflict.to_change if change[0] in self._places),
+            conflict.to_change[0],
         )
 
     def _is_explicit_default(self, path: str) -> bool:
@@ -212,7 +213,9 @@ class Reading:
         """
         place = self._places.get(path)
         section, _, name = path.partition(".")
-        return place is not None and place.replaced_plugin and self._accepted[section][name] == "/"
+        return (
+            place is not None and place.in_plugin_document and self._accepted[section][name] == "/"
+        )
 
     def _check_version(self, version: yaml.Node | None, first_line: int) -> None:
         if version is None:
@@ -229,8 +232,9 @@ class Reading:
             if name not in known:
                 if self._plugin_keys is None and self._report_removed(node, prefix + name):
                     continue
-                # further problems are only counted
-                advice = "" if self._problems.enough else f", {_advice(name, known, prefix)}"
+                advice = (
+                    "" if self._problems.only_counts_more else f", {_advice(name, known, prefix)}"
+                )
                 self._report(node.line, prefix + shown_key(name), f"unknown key{advice}")
                 continue
             found = self._read_value(known[name], node, prefix + name)
@@ -331,8 +335,8 @@ class Reading:
             self._read_item(items, item, f"{path}[{index}]")
             for index, item in enumerate(node.value)
         ]
-        if key.repeated is not None:
-            self._refuse_repeated(path, node.value, found, key.repeated)
+        if key.find_contradicted is not None:
+            self._refuse_repeated(path, node.value, found, key.find_contradicted)
         return [item for item in found if all(name in item for name in needed)]
 
     def _read_item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
@@ -359,7 +363,7 @@ class Reading:
         path: str,
         nodes: list[yaml.Node],
         found: list[dict[str, Any]],
-        repeated: Callable[
+        find_contradicted: Callable[
             [Mapping[str, Any], Sequence[Mapping[str, Any]]], schema.Repeated | None
         ],
     ) -> None:
@@ -369,11 +373,11 @@ class Reading:
             path: the dotted path of the list.
             nodes: the items in the file.
             found: the accepted keys of the same items.
-            repeated: see `schema.Key.repeated`.
+            find_contradicted: see `schema.Key.find_contradicted`.
         """
         lines = [_line_of(node, "name") for node in nodes]
         for index, entry in enumerate(found):
-            if other := repeated(entry, found[:index]):
+            if other := find_contradicted(entry, found[:index]):
                 line = _line_of(nodes[index], other.key)
                 self._report(
                     line,
@@ -390,10 +394,10 @@ class Reading:
     ) -> None:
         """Add the domain to resource names in ``found`` without one, and refuse invalid names."""
         for key in schema.keys(items).values():
-            if key.completed is None or key.name not in found:
+            if key.complete_name is None or key.name not in found:
                 continue
             if found[key.name]:
-                found[key.name], problem = key.completed(found[key.name])
+                found[key.name], problem = key.complete_name(found[key.name])
                 if problem:
                     self._report(members[key.name].line, f"{path}.{key.name}", problem)
             elif key.default is msgspec.NODEFAULT:
@@ -445,7 +449,10 @@ class Reading:
 
     def _report_at(self, path: str, place: Place, text: str) -> None:
         self._problems.add(
-            place.prefix, "" if place.prefix_names_key else place.key or path, text, line=place.line
+            place.prefix,
+            "" if place.prefix_names_key else place.plugin_key or path,
+            text,
+            line=place.line,
         )
 
     def _report(self, line: int, path: str, text: str) -> None:
@@ -455,11 +462,11 @@ class Reading:
         """Return the place of the key ``path`` in the current document."""
         where = f"{self._file}:{line}"
         return Place(
-            where,
-            where,
-            line,
-            "" if self._plugin_keys is None else _plugin_key(self._plugin_keys, path),
-            self._plugin_keys is not None,
+            origin=where,
+            prefix=where,
+            line=line,
+            plugin_key=("" if self._plugin_keys is None else _plugin_key(self._plugin_keys, path)),
+            in_plugin_document=self._plugin_keys is not None,
         )
 
 

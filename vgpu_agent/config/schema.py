@@ -64,11 +64,11 @@ class Key(msgspec.Struct, frozen=True):
         default: the value without a setting; ``msgspec.NODEFAULT`` when it must be set.
         text: its text in the documentation.
         is_path: whether a relative path from the command line is completed.
-        completed: for the name of a resource, the function that gives the complete name and what is
-            wrong with it ("" for nothing).
+        complete_name: for the name of a resource, the function that gives the complete name and
+            what is wrong with it ("" for nothing).
         can_be_omitted_with: for a list that must not be empty, the section that can be left out
             instead; else "".
-        repeated: for such a list, the function that finds the earlier item which an item
+        find_contradicted: for such a list, the function that finds the earlier item which an item
             contradicts.
         example: a value for a key without a default, else None.
     """
@@ -81,9 +81,11 @@ class Key(msgspec.Struct, frozen=True):
     default: Any
     text: str
     is_path: bool
-    completed: Callable[[str], tuple[str, str]] | None
+    complete_name: Callable[[str], tuple[str, str]] | None
     can_be_omitted_with: str
-    repeated: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], Repeated | None] | None
+    find_contradicted: (
+        Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], Repeated | None] | None
+    )
     example: Any
 
     @property
@@ -188,7 +190,11 @@ def root() -> type[Settings]:
     """
     base = type(Settings().families)
     switches = [
-        (family.attribute, Annotated[bool, Meta(description=family.switch)], family.on)
+        (
+            family.attribute,
+            Annotated[bool, Meta(description=family.switch_text)],
+            family.on_by_default,
+        )
         for family in families.DECLARED
     ]
     own = msgspec.defstruct(
@@ -246,9 +252,9 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
             (meta.description for meta in reversed(metas) if meta.description), section_text(bare)
         ),
         is_path=any((meta.extra or {}).get("path") for meta in metas),
-        completed=_extra(metas, "completed", None),
+        complete_name=_extra(metas, "complete_name", None),
         can_be_omitted_with=_extra(metas, "can_be_omitted_with", ""),
-        repeated=_extra(metas, "repeated", None),
+        find_contradicted=_extra(metas, "find_contradicted", None),
         example=next((meta.examples[0] for meta in metas if meta.examples), None),
     )
 

@@ -57,10 +57,10 @@ async def changes(
         await asyncio.sleep(interval_seconds)
         if sources is not None:
             look.sources = await sources()
-        found = await look.settled(seen, interval_seconds * _SETTLE_PART)
+        found = await look.read_until_stable(seen, interval_seconds * _SETTLE_PART)
         if (mark := _mark(found)) != seen or look.sources != seen_sources:
             seen, seen_sources = mark, look.sources
-            yield await _judged(look.sources, found)
+            yield await _loaded(look.sources, found)
 
 
 class _Look:
@@ -81,7 +81,7 @@ class _Look:
         """Tell whether there is a file to watch."""
         return self.sources.file is not None or bool(self._last.nvidia_file)
 
-    async def settled(self, seen: str, pause_seconds: float) -> Found:
+    async def read_until_stable(self, seen: str, pause_seconds: float) -> Found:
         """Read the files until two readings in a row agree, or one has the mark ``seen``."""
         found = await asyncio.to_thread(self._read)
         while _mark(found) != seen:
@@ -105,9 +105,9 @@ class _Look:
             file = self._nvidia_file
             before = self._last.nvidia if file == self._last.nvidia_file else None
             return load.Contents(
-                own,
-                file,
-                self._content(file or None, load.nvidia_file_named_by(self.sources), before),
+                own=own,
+                nvidia_file=file,
+                nvidia=self._content(file or None, load.nvidia_file_named_by(self.sources), before),
             )
         except ConfigError as err:
             return err
@@ -133,7 +133,7 @@ class _Look:
         return content
 
 
-async def _judged(sources: load.Sources, found: Found) -> load.Loaded | ConfigError:
+async def _loaded(sources: load.Sources, found: Found) -> load.Loaded | ConfigError:
     if isinstance(found, ConfigError):
         return found
     try:

@@ -94,13 +94,13 @@ def read(content: bytes) -> tuple[Node | None, list[Fault]]:
         ]
 
 
-def parse(text: str, *, most: int = _MAX_VALUES) -> tuple[Node | None, list[Fault]]:
+def parse(text: str, *, max_values: int = _MAX_VALUES) -> tuple[Node | None, list[Fault]]:
     """The one document in ``text``, None when there is nothing in it or it cannot be read, and
     everything that is wrong with its form.
 
     Args:
         text: the text of the document.
-        most: how many keys and values it may have.
+        max_values: how many keys and values it may have.
     """
     if forbidden := _FORBIDDEN.search(text):
         line = text.count("\n", 0, forbidden.start()) + 1
@@ -113,7 +113,7 @@ def parse(text: str, *, most: int = _MAX_VALUES) -> tuple[Node | None, list[Faul
         ]
     faults: list[Fault] = []
     try:
-        return _read(_events(text), faults, most), faults
+        return _read(_events(text), faults, max_values), faults
     except _RefusedError as refused:
         return None, [*faults, refused.fault]
 
@@ -154,15 +154,15 @@ def _sentence(err: yaml.MarkedYAMLError) -> str:
     )
 
 
-def _read(events: Iterator[Any], faults: list[Fault], most: int) -> Node | None:
+def _read(events: Iterator[Any], faults: list[Fault], max_values: int) -> Node | None:
     root: Node | None = None
     stack: list[_Open] = []
     documents = 0
     for number, event in enumerate(events):
         line = event.start_mark.line + 1
-        if number > most:
+        if number > max_values:
             raise _RefusedError(
-                line, "", f"more than {most} keys and values; no configuration has so many"
+                line, "", f"more than {max_values} keys and values; no configuration has so many"
             )
         match event:
             case yaml.DocumentStartEvent():

@@ -35,6 +35,6 @@ SETTINGS = FamilySettings(
     FAMILY,
     "`example.com/slot`, for tests.",
     sections={"example_slot": Slot},
-    live=("exampleSlot.",),
+    live_paths=("exampleSlot.",),
     names=_names,
 )

@@ -241,7 +241,7 @@ class MpsController:
 
 
 def _without_host(reason: str, family: str) -> str:
-    key = next(each.settings.mps for each in FAMILIES if each.name == family)
+    key = next(each.settings.mps_key for each in FAMILIES if each.name == family)
     return (
         f"{reason}, so its containers may take turns without limits although {key} is host; run "
         "the daemon on this node and mount its pipe into the agent (components/mps-host), or set "

@@ -63,7 +63,10 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
 
 def _collisions(settings: Settings) -> Iterator[Conflict]:
     mps = settings.section(Aws).mps
-    other = next((family.mps for family in switched_on(settings) if family.daemons(settings)), "")
+    other = next(
+        (family.mps_key for family in switched_on(settings) if family.runs_mps_daemons(settings)),
+        "",
+    )
     if mps != "none" and other:
         text = f"supervised starts an MPS control daemon on GPUs that {other} has one for already"
         if mps == "host":
@@ -95,7 +98,7 @@ SETTINGS = FamilySettings(
         ),
     ),
     names=_names,
-    mps="aws.mps",
+    mps_key="aws.mps",
     collisions=_collisions,
     mounted_mps_directory=_mounted_mps_directory,
 )

@@ -44,7 +44,7 @@ ResourceName = Annotated[
     Meta(
         extra={
             "expected": "a resource name such as nvidia.com/gpu",
-            "completed": completed_resource_name,
+            "complete_name": completed_resource_name,
         }
     ),
 ]
@@ -167,7 +167,7 @@ class SharedResource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         Meta(
             extra={
                 "expected": 'a resource name such as nvidia.com/gpu, or ""',
-                "completed": completed_resource_name,
+                "complete_name": completed_resource_name,
             },
             description=(
                 "The name under which the shared devices are offered. Empty: the name, with "
@@ -214,7 +214,7 @@ class TimeSlicing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     resources: Annotated[
         tuple[SharedResource, ...],
         Meta(
-            extra={"can_be_omitted_with": "timeSlicing", "repeated": shared_twice},
+            extra={"can_be_omitted_with": "timeSlicing", "find_contradicted": shared_twice},
             description=(
                 "What is shared. Required, and not empty, when `timeSlicing` is there at all."
             ),
@@ -248,7 +248,7 @@ class MpsSharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     resources: Annotated[
         tuple[SharedResource, ...],
         Meta(
-            extra={"can_be_omitted_with": "mps", "repeated": shared_twice},
+            extra={"can_be_omitted_with": "mps", "find_contradicted": shared_twice},
             description="What is shared. Required, and not empty, when `mps` is there at all.",
         ),
     ] = ()
@@ -400,7 +400,7 @@ def _named_documents(settings: Settings) -> NamedDocuments:
 SETTINGS = FamilySettings(
     FAMILY,
     "`nvidia.com/gpu` and `nvidia.com/mig-*`, as NVIDIA's device plugin offers them.",
-    on=True,
+    on_by_default=True,
     sections={
         "resources": Resources,
         "sharing": Sharing,
@@ -408,7 +408,7 @@ SETTINGS = FamilySettings(
         "named_config": NamedConfig,
     },
     # a running agent follows changes of these
-    live=("resources.", "sharing.", "iktos."),
+    live_paths=("resources.", "sharing.", "iktos."),
     options=(
         # As NVIDIA's config-manager names them.
         Option("namedConfig.directory", "", "CONFIG_FILE_SRCDIR"),
@@ -429,9 +429,9 @@ SETTINGS = FamilySettings(
     names=offered_names,
     # the setting with which the family takes more GPUs than it needs, and the value that avoids it
     spreading=(Spreading("plugin.sharedDevicesAllocationPolicy", "distributed", "auto"),),
-    mps="sharing.mps",
-    daemons=_daemons,
-    document=PluginDocument(
+    mps_key="sharing.mps",
+    runs_mps_daemons=_daemons,
+    plugin_document=PluginDocument(
         SECTION,
         PLUGIN_ONLY_KEYS,
         translate_file,

@@ -210,7 +210,7 @@ def read_node_config(text: str, node: str, file: str) -> NodeConfig:
         return reader.result()
     is_json = file.endswith(".json")
     plain = _JSON_PARTS.sub(_without_comment, text) if is_json else text
-    root, faults = yaml.parse(plain, most=_MAX_VALUES)
+    root, faults = yaml.parse(plain, max_values=_MAX_VALUES)
     for fault in faults:
         text = fault.text.replace("not YAML", "not JSON", 1) if is_json else fault.text
         reader.report(fault.line, fault.path, text)

@@ -375,7 +375,7 @@ SETTINGS = FamilySettings(
     ),
     # the flag and the variable of the second key set the first one, too
     follows_flags={f"{SECTION}.migStrategy": "plugin.migStrategy"},
-    ignored=(ForeignVariable("CGROUP_DRIVER", _nothing_in_force, _FINDS_CGROUP),),
+    ignored_variables=(ForeignVariable("CGROUP_DRIVER", _nothing_in_force, _FINDS_CGROUP),),
     ignored_flags=(
         ForeignFlag("--master", "name the API server in the kubeconfig"),
         # The chart gives these two with their defaults.

@@ -85,7 +85,7 @@ SETTINGS = FamilySettings(
     "`volcano.sh/gpu-memory` or `volcano.sh/gpu-number`, as Volcano's own device plugin offers "
     "them.",
     sections={"volcano_gpushare": VolcanoGpushare},
-    ignored=(
+    ignored_variables=(
         ForeignVariable("GPU_STRATEGY", _strategy, "set volcanoGpushare.strategy to that"),
         ForeignVariable(
             "GPU_MEMORY_FACTOR", _factor, "set volcanoGpushare.gpuMemoryFactor to that"

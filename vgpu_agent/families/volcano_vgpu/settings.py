@@ -304,7 +304,7 @@ SETTINGS = FamilySettings(
     FAMILY,
     "`volcano.sh/vgpu-number`, `-memory` and `-cores`, as volcano-vgpu-device-plugin offers them.",
     sections={"volcano_vgpu": VolcanoVgpu},
-    former={
+    former_keys={
         "volcanoVgpu.migRetrySeconds": (
             "a division of a GPU that has failed is tried again after 60 s at the earliest"
         ),
@@ -317,7 +317,7 @@ SETTINGS = FamilySettings(
     # Both plugins read the same variables, with different defaults: what sets the second key from
     # outside the file sets the first one, too.
     follows={f"volcanoVgpu.{mode}Enabled": f"plugin.{mode}Enabled" for mode in DEVICE_MODES},
-    ignored=(
+    ignored_variables=(
         ForeignVariable(
             "HOOK_PATH",
             _hook_path,
