@@ -17,7 +17,7 @@ from aiohttp import web
 
 from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.web import connections as limits
-from vgpu_agent.web.connections import Connections, bounded
+from vgpu_agent.web.connections import Connections, bounded_by_descriptors
 from vgpu_agent.webhook.certificates import context_of, make
 
 _MOST = 8
@@ -32,7 +32,7 @@ async def address() -> AsyncIterator[tuple[str, int]]:
     runner = web.AppRunner(application)
     await runner.setup()
     assert runner.server is not None
-    connections = Connections(listener, runner.server, most=_MOST)
+    connections = Connections(listener, runner.server, max_connections=_MOST)
     connections.start()
     yield listener.getsockname()
     connections.stop()
@@ -84,7 +84,7 @@ async def _with_tls(most: int) -> AsyncIterator[tuple[str, int]]:
     await runner.setup()
     assert runner.server is not None
     listener = socket.create_server(("127.0.0.1", 0))
-    connections = Connections(listener, runner.server, most=most, tls=tls)
+    connections = Connections(listener, runner.server, max_connections=most, tls=tls)
     connections.start()
     try:
         yield listener.getsockname()
@@ -174,7 +174,7 @@ async def test_a_listener_without_descriptors_pauses_and_goes_on() -> None:
         await runner.setup()
         assert runner.server is not None
         server = runner.server
-        connections = Connections(Listener(), server, most=_MOST)  # type: ignore[arg-type]
+        connections = Connections(Listener(), server, max_connections=_MOST)  # type: ignore[arg-type]
         connections.start()
         await eventually(lambda: server.connections)
         connections.stop()
@@ -186,8 +186,8 @@ def test_few_descriptors_are_few_connections(monkeypatch: pytest.MonkeyPatch) ->
     """HTTP clients leave the rest of the agent the descriptors that it needs."""
     limits = {"soft": 1 << 20}
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limits["soft"], -1))
-    assert bounded(256) == 256
+    assert bounded_by_descriptors(256) == 256
     limits["soft"] = 256
-    assert bounded(256) == 32
+    assert bounded_by_descriptors(256) == 32
     limits["soft"] = resource.RLIM_INFINITY
-    assert bounded(256) == 256
+    assert bounded_by_descriptors(256) == 256

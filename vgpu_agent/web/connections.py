@@ -70,7 +70,7 @@ class _Starting(msgspec.Struct):
     since: float
 
 
-def bounded(most: int) -> int:
+def bounded_by_descriptors(most: int) -> int:
     """Return ``most``, or a smaller number of connections if this process may open few files."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
@@ -81,8 +81,8 @@ def bounded(most: int) -> int:
 
 
 class Connections:
-    """Accepts the connections of ``listener`` for ``server``, at most ``most`` at a time. With
-    ``tls``, a connection gets the TLS context that ``tls`` returns at that moment.
+    """Accepts the connections of ``listener`` for ``server``, at most ``max_connections`` at a
+    time. With ``tls``, a connection gets the TLS context that ``tls`` returns at that moment.
 
     State: the connections, oldest first, until aiohttp's server has forgotten them; those that are
     being set up, oldest first; how many may be accepted now.
@@ -93,17 +93,17 @@ class Connections:
         listener: socket.socket,
         server: web.Server,
         *,
-        most: int,
+        max_connections: int,
         tls: Callable[[], Awaitable[ssl.SSLContext]] | None = None,
     ) -> None:
         self._tls = tls
         self._listener = listener
         self._server = server
-        self._most = most
+        self._max_connections = max_connections
         self._loop = asyncio.get_running_loop()
         self._open: dict[object, _Connection] = {}
         self._starting: dict[asyncio.Task[None], _Starting] = {}
-        self._allowed, self._counted_at = float(most), self._loop.time()
+        self._allowed, self._counted_at = float(max_connections), self._loop.time()
         self._resuming: asyncio.TimerHandle | None = None
         self._accepting = False
 
@@ -128,7 +128,8 @@ class Connections:
     def _accept(self) -> None:
         now = self._loop.time()
         self._allowed = min(
-            float(self._most), self._allowed + (now - self._counted_at) * _ACCEPTED_A_SECOND
+            float(self._max_connections),
+            self._allowed + (now - self._counted_at) * _ACCEPTED_A_SECOND,
         )
         self._counted_at = now
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -163,7 +164,7 @@ class Connections:
         Connections that are being set up have a share of their own, so that a burst of them does
         not push out all open ones.
         """
-        most = self._most // 4
+        most = self._max_connections // 4
         if len(self._starting) < most:
             return True
         host, held = _busiest(one.host for one in self._starting.values())
@@ -203,7 +204,7 @@ class Connections:
         self._open[protocol] = _Connection(transport, host)
 
     def _make_room(self) -> None:
-        if len(self._open) + len(self._starting) < self._most:
+        if len(self._open) + len(self._starting) < self._max_connections:
             return
         known = set(self._server.connections)
         self._open = {
@@ -211,14 +212,17 @@ class Connections:
             for protocol, one in self._open.items()
             if protocol in known and not _ended(one)
         }
-        if not self._open or len(self._open) + len(self._starting) < self._most:
+        if not self._open or len(self._open) + len(self._starting) < self._max_connections:
             return
         host, held = _busiest(one.host for one in self._open.values())
         protocol, oldest = next(
             (protocol, one) for protocol, one in self._open.items() if one.host == host
         )
         _logger.warning(
-            "web.connection_evicted", client=host, connections_of_client=held, most=self._most
+            "web.connection_evicted",
+            client=host,
+            connections_of_client=held,
+            most=self._max_connections,
         )
         del self._open[protocol]
         oldest.transport.abort()  # close() would wait for a client that reads nothing

@@ -76,10 +76,12 @@ def explain(status: AgentStatus, now: float, name: str) -> Explanation:
         else _unknown(status, now, name, grants, refusals, events)
     )
     shown = tuple(
-        EventView(entry.event, when(entry.at, now), entry.facts)
+        EventView(event=entry.event, when=when(entry.at, now), facts=entry.facts)
         for entry in events[-_SHOWN_EVENTS:]
     )
-    return Explanation(name, sentences, tuple(_sources(status, now)), shown)
+    return Explanation(
+        pod=name, answer=sentences, sources=tuple(_sources(status, now)), events=shown
+    )
 
 
 def pods(status: AgentStatus) -> tuple[str, ...]:
@@ -286,7 +288,7 @@ def _unhealthy(status: AgentStatus, now: float, grant: AllocationView) -> Iterat
         gpu, instance = found
         ill = gpu.health if instance is None or not gpu.health.ok else instance.health
         if not ill.ok or not gpu.present:
-            yield f"{_called(share)} {health.told(ill, now, gone=not gpu.present)}."
+            yield f"{_called(share)} {health.trouble_text(ill, now, gone=not gpu.present)}."
             if remedy := health.remedy(ill, gpu.uuid):
                 yield f"Remedy: {remedy}."
             yield (
@@ -386,7 +388,7 @@ def _ill(status: AgentStatus, now: float) -> Iterator[str]:
     """Tell which GPUs of the node are not offered because of their health, and what helps."""
     ill = [gpu for gpu in status.inventory.gpus if not gpu.health.ok or not gpu.present]
     for gpu in ill[:_SHOWN_GPUS]:
-        sentence = health.told(gpu.health, now, gone=not gpu.present)
+        sentence = health.trouble_text(gpu.health, now, gone=not gpu.present)
         remedy = health.remedy(gpu.health, gpu.uuid)
         yield f"GPU {gpu.index} ({gpu.uuid}) {sentence}.{f' Remedy: {remedy}.' if remedy else ''}"
     if len(ill) > _SHOWN_GPUS:

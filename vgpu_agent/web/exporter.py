@@ -84,7 +84,7 @@ class Scrapes:
         if self._options.authorised and (refusal := await self._refusal(request)) is not None:
             return refusal
         accept = ",".join(request.headers.getall(hdrs.ACCEPT, []))
-        content_type, render = self._exposition.chosen(accept)
+        content_type, render = self._exposition.negotiate(accept)
         now = self._clock()
         made_at, body = self._last.get(content_type, (float("-inf"), b""))
         headers = {str(hdrs.CONTENT_TYPE): content_type}

@@ -56,7 +56,12 @@ def illness(health: Health, gpu: str, now: float) -> IllnessView | None:
         return None
     return IllnessView(
         causes=tuple(
-            CauseView(cause.code, cause.text, cause.remedy.value, when(cause.since, now))
+            CauseView(
+                code=cause.code,
+                text=cause.text,
+                remedy=cause.remedy.value,
+                since=when(cause.since, now),
+            )
             for cause in health.causes
         ),
         remedy=remedy(health, gpu),
@@ -73,7 +78,7 @@ def remedy(health: Health, gpu: str) -> str:
     return health.remedy.sentence(gpu) if health.remedy else ""
 
 
-def told(health: Health, now: float, *, gone: bool = False) -> str:
+def trouble_text(health: Health, now: float, *, gone: bool = False) -> str:
     """Tell the trouble of a device: the predicate of a sentence, without its full stop and without
     the remedy.
 

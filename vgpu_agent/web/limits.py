@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # families whose shares an isolation backend's library can limit
 _FAMILIES_WITH_LIBRARY = frozenset(family.name for family in FAMILIES if family.library)
-_SWITCHED_OFF = LibraryLimits("the family is switched off")
+_SWITCHED_OFF = LibraryLimits(missing="the family is switched off")
 _MIG_UUID_PREFIX = "MIG-"
 # The memory of a process's CUDA context, which the library does not count: an upper bound.
 _CONTEXT_MIB = 1024
@@ -113,6 +113,7 @@ class Limits:
             if owner
             else None
         )
+        # `missing`: why no library limits anything; a container may have limits of an earlier one
         if library.missing and (use is None or not use.limits):
             return Limit(LimitState.NONE, library.missing)
         if self._vgpu_control_is_disabled(grant, library):
@@ -230,8 +231,8 @@ class Limits:
             if (gpu := self._status.inventory.gpu(share.device))
         )
         target = Target(
-            owner.pod_uid,
-            owner.container,
+            pod_uid=owner.pod_uid,
+            container=owner.container,
             grant="",
             environment=container.environment,
             shares=pairs,

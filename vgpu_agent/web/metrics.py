@@ -63,7 +63,7 @@ class Exposition(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def chosen(self, accept: str = "") -> tuple[str, Callable[[], bytes]]:
+    def negotiate(self, accept: str = "") -> tuple[str, Callable[[], bytes]]:
         """The content type of the answer to a scrape, and the function that makes the answer.
 
         Args:
@@ -73,8 +73,8 @@ class Exposition(Collector):
         return content_type, lambda: encode(self._registry)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The answer to a scrape and its content type; see `chosen`."""
-        content_type, encoded = self.chosen(accept)
+        """The answer to a scrape and its content type; see `negotiate`."""
+        content_type, encoded = self.negotiate(accept)
         return encoded(), content_type
 
     def collect(self) -> Iterator[MetricFamily]:
@@ -141,11 +141,11 @@ def _reading(family: FamilySpec, metric: FamilyMetric) -> Callable[[Moment], Ite
         grants = [grant for grant in views.live_grants(status) if grant.family in family.names]
         return metric.rows(
             Readings(
-                grants,
-                status.inventory,
-                status.usage,
-                status.containers,
-                moment.now,
+                grants=grants,
+                inventory=status.inventory,
+                usage=status.usage,
+                containers=status.containers,
+                now=moment.now,
                 node=status.node,
                 version=status.version,
                 commit=status.commit,

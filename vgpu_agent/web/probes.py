@@ -84,7 +84,7 @@ def _verdict(
     if verbose:
         lines += [("+" if check.ok else "~", check.part, check.state) for check in checks]
     printed = ((f"[{mark}] {_one_line(part)}", _one_line(state)) for mark, part, state in lines)
-    return Verdict(not reasons, (*printed, (f"not {word}" if reasons else word, "")))
+    return Verdict(ok=not reasons, lines=(*printed, (f"not {word}" if reasons else word, "")))
 
 
 def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
@@ -98,8 +98,8 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
     plugins = (
         Check(
             f"resource {plugin.resource}",
-            plugin.ready,
-            f"{plugin.state.value}, stream {'open' if plugin.stream_open else 'closed'}, "
+            ok=plugin.ready,
+            state=f"{plugin.state.value}, stream {'open' if plugin.stream_open else 'closed'}, "
             f"{plugin.healthy_sent} of {plugin.ids_sent} ids healthy",
         )
         for plugin in status.plugins
@@ -107,10 +107,10 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
     config = "the newest configuration is not in force" if status.config_problems else "in force"
     return (
         # a Tegra GPU is used without NVML
-        Check("nvml", nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}, state),
-        Check("kubelet", status.kubelet.socket_present, kubelet),
+        Check("nvml", ok=nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}, state=state),
+        Check("kubelet", ok=status.kubelet.socket_present, state=kubelet),
         *plugins,
-        Check("config", not status.config_problems, config),
+        Check("config", ok=not status.config_problems, state=config),
     )
 
 
@@ -125,7 +125,9 @@ def _api_checks(status: AgentStatus, now: float) -> Iterator[Check]:
             state = "complete" if watch.synced else "no answer yet"
             if watch.failing_since:
                 state = f"failing for {now - watch.failing_since:.0f} s: {watch.last_error}"
-            yield Check(f"watch of {watch.name}", watch.synced and not watch.failing_since, state)
+            yield Check(
+                f"watch of {watch.name}", ok=watch.synced and not watch.failing_since, state=state
+            )
 
 
 def _loop_checks(status: AgentStatus, now: float) -> tuple[Check, ...]:
@@ -144,8 +146,8 @@ def _task_checks(status: AgentStatus, now: float) -> Iterator[Check]:
             text += f" ({task.last_error})"
         yield Check(
             f"task {task.name}",
-            not stuck and task.state in (TaskState.RUNNING, TaskState.ENDED),
-            text,
+            ok=not stuck and task.state in (TaskState.RUNNING, TaskState.ENDED),
+            state=text,
         )
 
 

@@ -77,7 +77,7 @@ def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
         key = problem.kind, problem.text, problem.remedy
         subjects.setdefault(key, {}).update(dict.fromkeys((problem.subject, *problem.also)))
     return tuple(
-        Problem(kind, first, text, remedy, tuple(others))
+        Problem(kind, subject=first, text=text, remedy=remedy, also=tuple(others))
         for (kind, text, remedy), (first, *others) in subjects.items()
     )
 
@@ -87,29 +87,32 @@ def _gpus(inventory: Inventory, now: float) -> Iterator[Problem]:
         if not gpu.present or not gpu.health.ok:
             yield Problem(
                 ProblemKind.GPU,
-                str(gpu.index),
-                f"{gpu.uuid} {health.told(gpu.health, now, gone=not gpu.present)}",
-                health.remedy(gpu.health, gpu.uuid),
+                subject=str(gpu.index),
+                text=f"{gpu.uuid} {health.trouble_text(gpu.health, now, gone=not gpu.present)}",
+                remedy=health.remedy(gpu.health, gpu.uuid),
             )
         else:
             for instance in gpu.mig_instances:
                 if reason := mig.why_withheld(gpu, instance):
                     ill = instance.health
-                    told = f"is not offered: {reason}" if ill.ok else health.told(ill, now)
+                    told = f"is not offered: {reason}" if ill.ok else health.trouble_text(ill, now)
                     text = f"MIG instance {instance.uuid} ({instance.profile}) {told}"
                     yield Problem(
-                        ProblemKind.GPU, str(gpu.index), text, health.remedy(ill, gpu.uuid)
+                        ProblemKind.GPU,
+                        subject=str(gpu.index),
+                        text=text,
+                        remedy=health.remedy(ill, gpu.uuid),
                     )
     for failure in inventory.failures:
-        yield Problem(ProblemKind.GPU, "", f"a GPU did not answer: {failure}")
+        yield Problem(ProblemKind.GPU, subject="", text=f"a GPU did not answer: {failure}")
 
 
 def _kubelet(status: AgentStatus) -> Iterator[Problem]:
     if status.kubelet.records_trouble:
-        yield Problem(ProblemKind.KUBELET, "", status.kubelet.records_trouble)
+        yield Problem(ProblemKind.KUBELET, subject="", text=status.kubelet.records_trouble)
     for plugin in status.plugins:
         if plugin.list_fault:
-            yield Problem(ProblemKind.RESOURCE, plugin.resource, plugin.list_fault)
+            yield Problem(ProblemKind.RESOURCE, subject=plugin.resource, text=plugin.list_fault)
 
 
 def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
@@ -119,26 +122,27 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
         longest = min(failing, key=lambda watch: watch.failing_since)
         yield Problem(
             ProblemKind.API_SERVER,
-            "",
-            f"the watch of {longest.name} has been failing for {now - longest.failing_since:.0f} "
-            f"s: {longest.last_error}; known pods are served, and writes wait",
+            subject="",
+            text=f"the watch of {longest.name} has been failing for "
+            f"{now - longest.failing_since:.0f} s: {longest.last_error}; known pods are served, "
+            "and writes wait",
         )
     if cluster.missing_rights:
         manifests = sorted({f"manifests/{path}" for path in cluster.missing_rights.values()})
         yield Problem(
             ProblemKind.API_SERVER,
-            "",
-            f"the service account may not {', '.join(sorted(cluster.missing_rights))}",
-            f"apply {' and '.join(manifests)}",
+            subject="",
+            text=f"the service account may not {', '.join(sorted(cluster.missing_rights))}",
+            remedy=f"apply {' and '.join(manifests)}",
         )
     for writer in cluster.writers:
         if writer.oldest_pending_seconds >= _LATE_SECONDS:
             yield Problem(
                 ProblemKind.API_SERVER,
-                "",
-                f"writes about {writer.name} wait: {writer.pending}, the oldest for "
+                subject="",
+                text=f"writes about {writer.name} wait: {writer.pending}, the oldest for "
                 f"{writer.oldest_pending_seconds:.0f} s",
-                "the log says why under node., pods. or events.",
+                remedy="the log says why under node., pods. or events.",
             )
 
 
@@ -152,12 +156,12 @@ def _config(status: AgentStatus) -> Iterator[Problem]:
         *status.config_collisions,
         *refused,
     ):
-        yield Problem(ProblemKind.CONFIG, "", text)
+        yield Problem(ProblemKind.CONFIG, subject="", text=text)
     if status.config_needs_restart:
         yield Problem(
             ProblemKind.CONFIG,
-            "",
-            f"takes effect after a restart: {', '.join(status.config_needs_restart)}",
+            subject="",
+            text=f"takes effect after a restart: {', '.join(status.config_needs_restart)}",
         )
 
 
@@ -166,7 +170,7 @@ def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
         text = (
             f"scheduler overcommitted: more of {each.device} is allocated than it has: {each.text}"
         )
-        yield Problem(ProblemKind.RESOURCE, each.resource, text)
+        yield Problem(ProblemKind.RESOURCE, subject=each.resource, text=text)
     if ledger.unknown_ids:
         more = (
             f" and {len(ledger.unknown_ids) - _SHOWN_IDS} more"
@@ -176,8 +180,8 @@ def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
         ids = ", ".join(ledger.unknown_ids[:_SHOWN_IDS])
         yield Problem(
             ProblemKind.LEDGER,
-            "",
-            f"the kubelet's records hold ids that this node does not offer: {ids}{more}",
+            subject="",
+            text=f"the kubelet's records hold ids that this node does not offer: {ids}{more}",
         )
 
 
@@ -187,7 +191,10 @@ def _left_over(status: AgentStatus) -> Iterator[Problem]:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         remedy = "an ended container has left it, remove it by hand"
         yield Problem(
-            ProblemKind.FILES, "", f"{paths[0]}{more}: {status.binding.left_over[paths[0]]}", remedy
+            ProblemKind.FILES,
+            subject="",
+            text=f"{paths[0]}{more}: {status.binding.left_over[paths[0]]}",
+            remedy=remedy,
         )
 
 
@@ -195,14 +202,14 @@ def _mps(status: AgentStatus) -> Iterator[Problem]:
     """Yield each MPS control daemon that failed, also one that has only to be ended."""
     for daemon in status.mps:
         if daemon.state is MpsState.FAILED:
-            yield Problem(ProblemKind.MPS, daemon.resource, daemon.trouble)
+            yield Problem(ProblemKind.MPS, subject=daemon.resource, text=daemon.trouble)
         if daemon.not_given_back and daemon.not_given_back != daemon.trouble:
             yield Problem(
                 ProblemKind.MPS,
-                daemon.resource,
-                "a GPU that was shared may still be in the compute mode EXCLUSIVE_PROCESS: "
+                subject=daemon.resource,
+                text="a GPU that was shared may still be in the compute mode EXCLUSIVE_PROCESS: "
                 f"{daemon.not_given_back}",
-                "set it back by hand: nvidia-smi -i GPU -c DEFAULT",
+                remedy="set it back by hand: nvidia-smi -i GPU -c DEFAULT",
             )
 
 
@@ -213,7 +220,7 @@ def _cdi(status: AgentStatus) -> Iterator[tuple[Problem, str]]:
         if spec.error:
             errors.setdefault(spec.error.replace(spec.path, os.path.dirname(spec.path)), spec)
     for text, spec in errors.items():
-        yield Problem(ProblemKind.CDI, "", text), spec.error
+        yield Problem(ProblemKind.CDI, subject="", text=text), spec.error
 
 
 def _files(status: AgentStatus) -> Iterator[tuple[Problem, WriteFailure]]:
@@ -226,9 +233,10 @@ def _files(status: AgentStatus) -> Iterator[tuple[Problem, WriteFailure]]:
         meanwhile = ", and ".join(dict.fromkeys(failure.meanwhile for failure in failures))
         problem = Problem(
             ProblemKind.FILES,
-            "",
-            f"cannot write {files} in {directory}: {error}",
-            f"make it a directory with room in which the agent can write; until then {meanwhile}",
+            subject="",
+            text=f"cannot write {files} in {directory}: {error}",
+            remedy="make it a directory with room in which the agent can write; until then "
+            f"{meanwhile}",
         )
         yield problem, failures[0]
 
@@ -240,10 +248,10 @@ def _limits(status: AgentStatus) -> Iterator[Problem]:
         more = f" and {len(regions) - 1} more containers" if len(regions) > 1 else ""
         yield Problem(
             ProblemKind.LIMITS,
-            "",
-            f"the region of {container}{more} cannot be read, so nothing shows that its limits are "
-            f"in force: {reason}",
-            "compare the library in the container with the one that the agent has installed",
+            subject="",
+            text=f"the region of {container}{more} cannot be read, so nothing shows that its "
+            f"limits are in force: {reason}",
+            remedy="compare the library in the container with the one that the agent has installed",
         )
 
 
@@ -256,6 +264,6 @@ def _vanished(status: AgentStatus) -> Iterator[Problem]:
         )
         yield Problem(
             ProblemKind.RESOURCE,
-            grant.resource,
-            f"{who} runs on {device}, which this node no longer has",
+            subject=grant.resource,
+            text=f"{who} runs on {device}, which this node no longer has",
         )

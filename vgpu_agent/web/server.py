@@ -27,7 +27,7 @@ from vgpu_agent import log
 from vgpu_agent.errors import AgentError
 from vgpu_agent.web import debug, page, probes, views
 from vgpu_agent.web.address import Address, bind, parse
-from vgpu_agent.web.connections import Connections, Viewers, bounded
+from vgpu_agent.web.connections import Connections, Viewers, bounded_by_descriptors
 from vgpu_agent.web.dashboard import node as dashboard_content
 from vgpu_agent.web.dashboard import stream
 from vgpu_agent.web.exporter import (
@@ -171,20 +171,20 @@ class WebServer:
                 self._debug_application(),
                 self._debug_listen,
                 flag="--debug-listen",
-                most_connections=_MAX_DEBUG_CONNECTIONS,
+                max_connections=_MAX_DEBUG_CONNECTIONS,
             )
             self._public_address = await self._serve(
                 self._public_application(),
                 self._listen,
                 flag="--listen",
-                most_connections=_MAX_CONNECTIONS,
+                max_connections=_MAX_CONNECTIONS,
             )
             for exporter in self._exporters:
                 address = await self._serve(
                     self._exporter_application(exporter),
                     exporter.options.listen,
                     flag=exporter.options.flag,
-                    most_connections=_MAX_DEBUG_CONNECTIONS,
+                    max_connections=_MAX_DEBUG_CONNECTIONS,
                     tls=await asyncio.to_thread(certificate, exporter.options),
                 )
                 self.exporter_addresses.append(str(address))
@@ -214,7 +214,7 @@ class WebServer:
         listen: str,
         *,
         flag: str,
-        most_connections: int,
+        max_connections: int,
         tls: Callable[[], Awaitable[ssl.SSLContext]] | None = None,
     ) -> Address:
         runner = web.AppRunner(
@@ -244,7 +244,10 @@ class WebServer:
             sock.close()
             raise
         connections = Connections(
-            sock, cast("web.Server", runner.server), most=bounded(most_connections), tls=tls
+            sock,
+            cast("web.Server", runner.server),
+            max_connections=bounded_by_descriptors(max_connections),
+            tls=tls,
         )
         self._listening.append((runner, connections))
         connections.start()
@@ -271,7 +274,7 @@ class WebServer:
 
     def _exporter_application(self, exporter: Exporter) -> web.Application:
         application = self._application()
-        scrapes = Scrapes(exporter, self._reviews, time.monotonic)
+        scrapes = Scrapes(exporter, reviews=self._reviews, clock=time.monotonic)
         application.router.add_get(SCRAPED, scrapes.answer)
         application.router.add_get("/healthz", self._probe(probes.live))
         application.router.add_get("/readyz", self._probe(probes.ready))
@@ -341,7 +344,7 @@ class WebServer:
 
     def _metrics(self, exposition: Exposition) -> Handler:
         async def answer(request: web.Request) -> web.Response:
-            content_type, render = exposition.chosen(
+            content_type, render = exposition.negotiate(
                 ",".join(request.headers.getall(hdrs.ACCEPT, []))
             )
             body = self._kept.answer((exposition, content_type), render)

@@ -104,15 +104,16 @@ def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
     """
     found = sorted(status.ledger.held_back.get(resource, ()), key=lambda each: -each.ids)
     views = [
-        HeldBackView(each.ids, reason(status, each), each.gpus) for each in found[:_MAX_REASONS]
+        HeldBackView(ids=each.ids, reason=reason(status, each), gpus=each.gpus)
+        for each in found[:_MAX_REASONS]
     ]
     if rest := found[_MAX_REASONS:]:
         gpus = tuple(dict.fromkeys(gpu for each in rest for gpu in each.gpus))
         views.append(
             HeldBackView(
-                sum(each.ids for each in rest),
-                f"{called(status, gpus)}: {len(rest)} more reasons",
-                gpus,
+                ids=sum(each.ids for each in rest),
+                reason=f"{called(status, gpus)}: {len(rest)} more reasons",
+                gpus=gpus,
             )
         )
     return tuple(views)

@@ -283,7 +283,11 @@ def pods(status: AgentStatus, now: float) -> tuple[PodView, ...]:
     found = []
     for (name, uid), held in sorted(by_pod.items()):
         first = held[0]
-        found.append(PodView(name, first.namespace, first.pod, uid, tuple(held)))
+        found.append(
+            PodView(
+                pod=name, namespace=first.namespace, name=first.pod, uid=uid, grants=tuple(held)
+            )
+        )
     return tuple(found)
 
 

@@ -59,22 +59,27 @@ class Held(msgspec.Struct, frozen=True):
 def xid_view(seen: XidSeen, now: float) -> XidView:
     """Return the view of one entry."""
     return XidView(
-        seen.xid,
-        seen.text,
-        seen.remedy.value,
-        seen.ignored,
-        when(seen.first_at, now),
-        when(seen.last_at, now),
-        seen.count,
-        seen.gpu_instance,
-        seen.compute_instance,
+        xid=seen.xid,
+        text=seen.text,
+        remedy=seen.remedy.value,
+        ignored=seen.ignored,
+        first=when(seen.first_at, now),
+        last=when(seen.last_at, now),
+        count=seen.count,
+        gpu_instance=seen.gpu_instance,
+        compute_instance=seen.compute_instance,
     )
 
 
 def held_now(grants: Sequence[AllocationView], now: float) -> list[Held]:
     """List the devices of grants."""
     return [
-        Held(share.device, grant.container, now - (grant.reserved.seconds_ago or 0.0), now)
+        Held(
+            device=share.device,
+            container=grant.container,
+            since=now - (grant.reserved.seconds_ago or 0.0),
+            until=now,
+        )
         for grant in grants
         for share in grant.shares
     ]
@@ -97,7 +102,10 @@ def held_before(status: AgentStatus, entries: Sequence[Entry], now: float) -> li
         for device in {str(text).partition(" ")[0] for text in devices}:
             before = found.get((device, container))
             found[device, container] = Held(
-                device, container, min(since, before.since if before else since), until
+                device=device,
+                container=container,
+                since=min(since, before.since if before else since),
+                until=until,
             )
     return list(found.values())
 

@@ -26,7 +26,7 @@ from vgpu_agent.families.admission import LargestNode
 from vgpu_agent.journal import Journal
 from vgpu_agent.web.address import Address, bind
 from vgpu_agent.web.certificate import Certificate
-from vgpu_agent.web.connections import Connections, bounded
+from vgpu_agent.web.connections import Connections, bounded_by_descriptors
 from vgpu_agent.webhook.bodies import Bodies
 from vgpu_agent.webhook.options import CertificateFiles, OwnCertificateOptions
 from vgpu_agent.webhook.review import MUTATE, VALIDATE, Reviewer
@@ -229,7 +229,10 @@ class Service:
         self.address = str(Address(wanted.host, listener.getsockname()[1]).reachable)
         # `bounded`: fewer where this process may open few files
         connections = Connections(
-            listener, cast("web.Server", runner.server), most=bounded(_MAX_CONNECTIONS), tls=tls
+            listener,
+            cast("web.Server", runner.server),
+            max_connections=bounded_by_descriptors(_MAX_CONNECTIONS),
+            tls=tls,
         )
         connections.start()
         _logger.info("webhook.listening", address=self.address, version=__version__)

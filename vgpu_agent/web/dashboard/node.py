@@ -159,6 +159,7 @@ def _explained(status: AgentStatus, now: float, name: str) -> str:
         event
         for each in explanation.events
         if (
+            # None for an event that the page does not show
             event := timeline.told(
                 Entry(now - (each.when.seconds_ago or 0.0), each.event, each.facts), indices
             )

@@ -133,6 +133,7 @@ async def answer(
     response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream"})
     response.force_close()
     have = request.headers.get("Last-Event-ID") or request.query.get("have", "")
+    # `ended` is set when the server stops, or makes room for another viewer
     with viewers.one(request.remote or "") as ended:
         await response.prepare(request)
         transport = request.transport
