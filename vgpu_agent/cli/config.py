@@ -115,7 +115,8 @@ def _check_config_map(file: str, root: yaml.Node, flags: Mapping[str, str]) -> i
         try:
             if manifests.is_of_nvidias_plugin(text):
                 loaded = load.load_contents(
-                    load.Sources(flags, {}, None), load.Contents(None, name, text.encode())
+                    load.Sources(flags=flags, environment={}, file=None),
+                    load.Contents(own=None, nvidia_file=name, nvidia=text.encode()),
                 )
                 _print_warnings(loaded)
                 print(f"{name}: ok, a configuration of NVIDIA's device plugin")
@@ -148,12 +149,13 @@ def _explain_values(file: str, root: yaml.Node) -> int:
 
 
 def _check_text(file: str, content: bytes | None, flags: Mapping[str, str]) -> int:
-    sources = load.Sources(flags, options.relevant(os.environ), file or None)
+    sources = load.Sources(flags=flags, environment=options.relevant(os.environ), file=file or None)
     loaded = load.load_text(sources, content)
     _print_warnings(loaded)
     errors, meanings = list(loaded.collisions), list[str]()
     for path, findings in _plugin_files(loaded):
         errors += findings.errors
+        # `part_in_force`: which part of the file counts for this node; empty where all of it does
         meanings += [f"{path}: ok{findings.part_in_force and ', '}{findings.part_in_force}"]
         for note in findings.notes:
             print(f"warning: {note}", file=sys.stderr)

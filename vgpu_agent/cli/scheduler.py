@@ -201,6 +201,7 @@ def _family(arguments: argparse.Namespace) -> SchedulingFamily:
     name = arguments.family
     if name and name not in parts:
         raise ConfigError([f"--family: expected {' or '.join(parts)}, got {name!r}"])
+    # the family with `by_default` is that whose replaced extender has these flags
     part = parts[name] if name else next(each for each in parts.values() if each.by_default)
     if not part.by_default and (
         problems := [
@@ -250,10 +251,10 @@ def _options(arguments: argparse.Namespace, environment: Mapping[str, str]) -> A
     lease = None
     if arguments.watch_lease or arguments.leader_elect:
         lease = Lease(
-            arguments.leader_elect_resource_namespace or pod_namespace or "kube-system",
-            arguments.leader_elect_resource_name,
+            namespace=arguments.leader_elect_resource_namespace or pod_namespace or "kube-system",
+            name=arguments.leader_elect_resource_name,
             # random, so that a restarted process does not take its old Lease for its own
-            prefix if arguments.watch_lease else f"{prefix}_{os.urandom(8).hex()}",
+            identity=prefix if arguments.watch_lease else f"{prefix}_{os.urandom(8).hex()}",
             is_schedulers=arguments.watch_lease,
         )
     return Options(

@@ -195,6 +195,7 @@ def _parts(
         lambda: _json(list(doctor.examine(flags, address))),
         timeout_seconds=_DOCTOR_SECONDS,
     )
+    # `failing`: the answer of a probe that fails is an answer, too
     ask = functools.partial(debug_address.fetch, timeout_seconds=_ASK_SECONDS, failing=True)
     index = collect("debug/index.json", lambda: ask(address, _INDEX))
     yield index

@@ -286,12 +286,13 @@ def _held(node: Node, gpu: _Gpu) -> list[_Held]:
                 memory = instance.memory_mib if instance else gpu.memory_mib
                 found.append(
                     _Held(
-                        pod.pod,
-                        grant.container,
-                        grant.resource,
-                        instance.profile if instance else "",
-                        share.memory_mib or (memory if whole else None),
-                        share.cores_percent or (100 if whole and instance is None else None),
+                        pod=pod.pod,
+                        container=grant.container,
+                        resource=grant.resource,
+                        device=instance.profile if instance else "",
+                        memory_mib=share.memory_mib or (memory if whole else None),
+                        cores_percent=share.cores_percent
+                        or (100 if whole and instance is None else None),
                     )
                 )
     return found

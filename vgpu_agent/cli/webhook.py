@@ -291,10 +291,10 @@ def _options(arguments: argparse.Namespace) -> Options:
     certificate: CertificateFiles | OwnCertificateOptions
     if arguments.certificate_secret:
         certificate = OwnCertificateOptions(
-            arguments.namespace,
-            arguments.certificate_secret,
-            arguments.service_name,
-            configurations,
+            namespace=arguments.namespace,
+            secret=arguments.certificate_secret,
+            service=arguments.service_name,
+            configurations=configurations,
         )
         names = (
             ("--certificate-secret", arguments.certificate_secret),
