@@ -62,7 +62,7 @@ async def test_one_pod_is_told_as_list_would_tell_it(
         ("c", tuple(kubelet.ids_of(pod, "c", R)))
     ]
     assert await pod_resources.get(P, lambda resource: resource != R) == ()
-    assert (pod_resources.gets, pod_resources.lists) == (2, 1)
+    assert (pod_resources.gets_answered, pod_resources.lists_answered) == (2, 1)
 
 
 async def test_a_pod_that_kubelet_does_not_know_holds_nothing(

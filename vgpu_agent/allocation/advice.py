@@ -54,6 +54,7 @@ def for_scheduled(
             cores_percent=share.cores_percent,
             text="",
         )
+        # `lack` names what a room lacks for the demand
         fitting = [
             room.device
             for room in ledger.rooms(resource.name)

@@ -160,16 +160,25 @@ class Identification:
         until = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(until):
-                who = await self._identify(offered, ids, token)
+                identified = await self._identify(offered, ids, token)
         except TimeoutError:
             raise NotProvenError(
                 f"the kubelet's records and the API server have not answered within {seconds:g} "
                 "s; the kubelet will retry"
             ) from None
-        return (
-            Start(offered, tuple(ids), token, family, until, *who)
-            if isinstance(who, tuple)
-            else who
+        if not isinstance(identified, tuple):
+            return identified
+        pod, owner, found, kubelet_evidence = identified
+        return Start(
+            offered=offered,
+            ids=tuple(ids),
+            token=token,
+            family=family,
+            until=until,
+            pod=pod,
+            owner=owner,
+            found=found,
+            kubelet_evidence=kubelet_evidence,
         )
 
     async def _identify(

@@ -247,6 +247,7 @@ class CdiController:
             HostFileError: the names do not resolve now.
         """
         with contextlib.suppress(TimeoutError):
+            # as long as a start waits for its pod to appear in the watch
             async with asyncio.timeout(identification.POD_WAIT_SECONDS):
                 while not self._can_resolve(names):
                     await self._source.revision.newer_than(self._source.revision.version)

@@ -72,7 +72,8 @@ class _Look:
     def __init__(self, loaded: load.Loaded) -> None:
         self.sources = loaded.sources
         self._last = loaded.contents
-        self._named_by: tuple[load.Sources, bytes | None] | None = None
+        # the file of NVIDIA's plugin, and the sources and the content of our file that name it
+        self._nvidia_file_for: tuple[load.Sources, bytes | None] | None = None
         self._nvidia_file = ""
         self._changes = log.ChangeFilter()
 
@@ -97,8 +98,8 @@ class _Look:
     def _read(self) -> Found:
         try:
             own = self._content(self.sources.file, options.CONFIG_FLAG, self._last.own)
-            if (self.sources, own) != self._named_by:
-                self._named_by, self._nvidia_file = (
+            if (self.sources, own) != self._nvidia_file_for:
+                self._nvidia_file_for, self._nvidia_file = (
                     (self.sources, own),
                     load.nvidia_file(self.sources, own),
                 )

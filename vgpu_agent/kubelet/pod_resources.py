@@ -141,8 +141,8 @@ class PodResources:
     identity of the socket file if the kubelet behind it has no Get (device, inode, time of change).
 
     Attributes:
-        lists: how often List was answered since the start.
-        gets: how often Get was.
+        lists_answered: how often List was answered since the start.
+        gets_answered: how often Get was.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class PodResources:
         self._get_limiter = RateLimiter(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
         self._socket_without_get: tuple[int, int, int] | None = None
         self._reader: PodResourcesReader | None = None
-        self.lists = self.gets = 0
+        self.lists_answered = self.gets_answered = 0
 
     def close(self) -> None:
         """Drop the connection that is kept between calls."""
@@ -182,7 +182,7 @@ class PodResources:
         if (left := self._get_refused_until - self._clock()) > 0:
             await asyncio.sleep(left)
         answer = await self._call(_LIST)
-        self.lists += 1
+        self.lists_answered += 1
         # In a thread, because a node with thousands of ids takes a tenth of a second to decode.
         return await asyncio.to_thread(decode_pod_resources, answer, is_wanted)
 
@@ -212,7 +212,7 @@ class PodResources:
                 "pod-resources: the kubelet has been asked as often as it allows"
             )
         answers = [await self._get(*pod) for pod in pods]  # hardly ever more than one
-        self.gets += len(answers)
+        self.gets_answered += len(answers)
         if self._reader is None or self._reader.is_wanted != is_wanted:
             self._reader = PodResourcesReader(is_wanted)
         return tuple(holding for answer in answers for holding in self._reader.read(answer))

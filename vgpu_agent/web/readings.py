@@ -84,12 +84,12 @@ def each_task(value: Callable[[TaskReport, float], float]) -> Callable[[Moment],
 
 
 def histogram(
-    name: Callable[[AgentStatus], Histogram],
+    histogram_of: Callable[[AgentStatus], Histogram],
 ) -> tuple[Callable[[Moment], Iterator[Row]], ...]:
     """Return the readers of a histogram without labels: of its sum, its count and its buckets."""
 
     def buckets(moment: Moment) -> Iterator[Row]:
-        found = name(moment.status)
+        found = histogram_of(moment.status)
         bounds = (*map(str, found.bounds), "+Inf")
         yield from (
             ((bound,), number)
@@ -97,8 +97,8 @@ def histogram(
         )
 
     return (
-        one(lambda moment: name(moment.status).total),
-        one(lambda moment: sum(name(moment.status).counts)),
+        one(lambda moment: histogram_of(moment.status).total),
+        one(lambda moment: sum(histogram_of(moment.status).counts)),
         buckets,
     )
 
