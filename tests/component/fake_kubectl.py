@@ -1,7 +1,8 @@
 """A stand-in for kubectl that ``kubectl vgpu`` finds on PATH.
 
 It knows the pods of a file, and runs the real command ``vgpu-agent`` where kubectl would do so in a
-pod, with the address of that pod's process in the environment.
+pod, with the address of that pod's process in the environment. ``kubectl vgpu`` is the plugin, as
+kubectl would find it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+PLUGIN = Path(__file__).resolve().parents[2] / "bin/kubectl-vgpu"
+
 _PROGRAM = """\
 #!{python}
 import json, os, subprocess, sys, time
@@ -21,7 +24,9 @@ words = sys.argv[1:]
 world = json.load(open({world!r}))
 with open({calls!r}, "a") as calls:
     calls.write(json.dumps(words) + "\\n")
-if words[0] == "--context":
+if words[0] == "vgpu":
+    os.execv(sys.executable, [sys.executable, {plugin!r}, *words[1:]])
+while words[0] in ("--context", "-n"):
     words = words[2:]
 
 def after(flag):
@@ -40,7 +45,7 @@ elif words[:2] == ["get", "pod"]:
         fail('Error from server (NotFound): pods "' + words[2] + '" not found')
     print(json.dumps({{"spec": {{"nodeName": pod}} if pod else {{}}}}))
 else:
-    (pod,) = [pod for pod in world["pods"] if pod["object"]["metadata"]["name"] in words]
+    (pod,) = [pod for pod in world["pods"] if pod["name"] in words]
     if pod["hangs"]:
         time.sleep(300)
     if pod["fails"]:
@@ -48,7 +53,7 @@ else:
     if words[0] == "logs":
         if "--previous" in words:
             fail("previous terminated container not found")
-        print("a line of the log of " + pod["object"]["metadata"]["name"])
+        print(open(pod["log"]).read() if pod["log"] else "a line of the log of " + pod["name"])
     else:
         command = words[words.index("--") + 1:]
         assert command[0] == "vgpu-agent", command
@@ -87,12 +92,15 @@ class FakeKubectl:
         waiting: str = "",
         fails: str = "",
         hangs: bool = False,
+        log: Path | None = None,
     ) -> None:
         """Add a pod of an application of the agent's."""
         states = [{"state": {"waiting": {"reason": waiting}}}] if waiting else []
         self._pods.append(
             {
                 "app": app,
+                "name": name,
+                "log": str(log or ""),
                 "object": {
                     "metadata": {"name": name},
                     "spec": {"nodeName": node},
@@ -111,7 +119,10 @@ class FakeKubectl:
         program = self.folder / "kubectl"
         program.write_text(
             _PROGRAM.format(
-                python=sys.executable, world=str(world), calls=str(self.folder / "calls")
+                python=sys.executable,
+                plugin=str(PLUGIN),
+                world=str(world),
+                calls=str(self.folder / "calls"),
             )
         )
         program.chmod(program.stat().st_mode | stat.S_IXUSR)

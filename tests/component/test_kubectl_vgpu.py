@@ -19,12 +19,10 @@ import pytest
 from tests.cli.test_why import EXPLAINED, answering
 from tests.component.commands import Ran
 from tests.component.conftest import Stage
-from tests.component.fake_kubectl import FakeKubectl
+from tests.component.fake_kubectl import PLUGIN, FakeKubectl
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.web.debug import to_json
-
-PLUGIN = Path(__file__).resolve().parents[2] / "bin/kubectl-vgpu"
 
 
 async def plugin(kubectl: FakeKubectl, *words: str, folder: Path | None = None) -> Ran:
