@@ -30,7 +30,7 @@ from tests.real_node.deployment import (
 )
 from tests.real_node.rig import Rig, images
 
-_SECONDS = 120.0  # for one command, on a busy machine; a namespace takes a while to go
+_SECONDS = 180.0  # for one command, on a busy machine; a namespace takes a while to go
 _SETTINGS = """\
 version: v1
 families: {nvidia: false, volcanoVgpu: true, vgpuManager: true}
