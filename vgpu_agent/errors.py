@@ -81,6 +81,10 @@ class CheckFailedError(ConfigError):
     """The configuration that a command was asked to check is wrong. The call itself is right."""
 
 
+class UnreachableError(AgentError):
+    """The running agent cannot be reached, does not answer, or is another program."""
+
+
 class OfferError(ConfigError):
     """Resources that cannot be offered as configured.
 

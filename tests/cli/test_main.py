@@ -133,7 +133,10 @@ def test_a_failure_is_one_line_and_status_1(
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "status", "top", "doctor", "support-bundle", "why", "config", "sim", "demo", "version"],
+    [
+        *("run", "status", "gpus", "pods", "events", "explain", "top", "doctor", "support-bundle"),
+        *("why", "config", "sim", "demo", "version"),
+    ],
 )
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``--help`` exits 0; the commands that take options show examples."""
@@ -160,6 +163,10 @@ def test_the_top_help_shows_every_command_and_examples(capsys: pytest.CaptureFix
         ["version"],
         ["status", "--help"],
         ["top", "--help"],
+        ["gpus", "--help"],
+        ["pods", "--help"],
+        ["events", "--help"],
+        ["explain", "--help"],
         ["why", "--help"],
         ["config", "example"],
     ],
@@ -178,7 +185,7 @@ def test_small_commands_do_not_load_the_agents_libraries(argv: list[str]) -> Non
     assert ran.stderr.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["status", "top"])
+@pytest.mark.parametrize("command", ["status", "gpus", "pods", "events", "top"])
 def test_commands_for_people_on_call_load_next_to_nothing(command: str) -> None:
     """Not even an event loop, the log or the families: each takes longer than all else they do."""
     program = (

@@ -192,7 +192,8 @@ async def test_progress_is_shown_on_a_terminal(
     shown = os.read(ours, 65536).decode()
     os.close(ours)
     assert ran.returncode == 0
-    assert "2 of 2 nodes: status" in shown
+    assert f"[{'#' * 10}{'.' * 10}] 1 of 2 nodes: status" in shown
+    assert f"[{'#' * 20}] 2 of 2 nodes: status" in shown
     assert shown.endswith("\r\033[K")
 
 

@@ -68,6 +68,8 @@ async def status_text(agent: AgentProcess) -> str:
         "-m",
         "vgpu_agent",
         "status",
+        "-o",
+        "wide",
         "--debug-listen",
         agent.debug_address,
         stdout=asyncio.subprocess.PIPE,

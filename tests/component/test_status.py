@@ -25,7 +25,7 @@ def processor_seconds(*words: str) -> float:
     ) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
+    assert process.returncode in (0, 1)
     return usage.ru_utime + usage.ru_stime
 
 
@@ -44,7 +44,7 @@ async def test_status_answers_in_a_moment(stage: Stage) -> None:
 async def test_the_page_is_the_agents_own_text(stage: Stage) -> None:
     """So the command is never older or newer than the page. Text about all pods is refused."""
     agent = await stage.ready_agent()
-    shown = (await command("status", "--debug-listen", agent.debug_address)).text
+    shown = (await command("status", "-o", "wide", "--debug-listen", agent.debug_address)).text
     assert (await agent.get_text("/debug/status?text", debug=True))[1].splitlines()[2:] == (
         shown.splitlines()[2:]
     )

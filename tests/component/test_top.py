@@ -39,7 +39,7 @@ async def test_a_pipe_gets_one_table(stage: Stage) -> None:
 async def test_an_agent_that_is_not_there_is_one_line(folder: object) -> None:
     """The same as for ``status``."""
     ran = await command("top", "--debug-listen", "127.0.0.1:1")
-    assert (ran.status, len(ran.err.splitlines())) == (1, 1)
+    assert (ran.status, len(ran.err.splitlines())) == (2, 1)
 
 
 class Terminal:

@@ -1,20 +1,22 @@
 """The running agent as the commands of the same machine reach it: its debug address, and the
 answers that it gives there.
 
-Used by ``status``, ``top``, ``doctor`` and ``support-bundle``. It needs nothing of the node but
-that port, so it also works inside the agent's pod and through a port forward. Plain http.client: no
-proxy from the environment may come between the agent and the loopback interface, and aiohttp takes
-long to import.
+Used by `answers`, ``status``, ``top``, ``doctor`` and ``support-bundle``. It needs nothing of the
+node but that port, so it also works inside the agent's pod and through a port forward. Plain
+http.client: no proxy from the environment may come between the agent and the loopback interface,
+and aiohttp takes long to import.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import json
 import os
+from typing import NamedTuple
 
-from vgpu_agent.errors import AgentError, ConfigError, ListenError
-from vgpu_agent.web.address import Address, parse
+from vgpu_agent.errors import ConfigError, ListenError, UnreachableError
+from vgpu_agent.web.address import STATE_HEADER, Address, parse
 
 ENVIRONMENT = "VGPU_AGENT_DEBUG_LISTEN"
 DEFAULT = "127.0.0.1:9395"
@@ -25,16 +27,24 @@ _TIMEOUT_SECONDS = 5.0
 _LONGEST_TIMEOUT_SECONDS = 3600
 
 
-class NoAgentError(AgentError):
+class NoAgentError(UnreachableError):
     """Nothing listens at the debug address."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--debug-listen`` and ``--timeout``."""
+class Answer(NamedTuple):
+    """An answer of the agent: its body, and the state of the node where the path tells it."""
+
+    body: bytes
+    state: str
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, timeout: bool = True) -> None:
+    """Declare ``--debug-listen`` and, unless the command has its own, ``--timeout``."""
     parser.add_argument(
         "--debug-listen", metavar="ADDR", help=f"where the agent serves /debug (default {DEFAULT})"
     )
-    add_timeout(parser, "how long to wait for the agent", _TIMEOUT_SECONDS)
+    if timeout:
+        add_timeout(parser, "how long to wait for the agent", _TIMEOUT_SECONDS)
 
 
 def add_timeout(parser: argparse.ArgumentParser, purpose: str, default_seconds: float) -> None:
@@ -67,7 +77,12 @@ def address(flag: str | None) -> Address:
 
 
 def fetch(where: Address, path: str, timeout_seconds: float, *, failing: bool = False) -> bytes:
-    """Return the body of the agent's answer to a GET of ``path``.
+    """Return the body of the agent's answer; see `ask`."""
+    return ask(where, path, timeout_seconds, failing=failing).body
+
+
+def ask(where: Address, path: str, timeout_seconds: float, *, failing: bool = False) -> Answer:
+    """Return the agent's answer to a GET of ``path``.
 
     Args:
         where: the agent's address.
@@ -77,8 +92,9 @@ def fetch(where: Address, path: str, timeout_seconds: float, *, failing: bool = 
 
     Raises:
         NoAgentError: nothing listens there.
-        AgentError: the agent cannot be reached or refuses, or another program answers. The message
-            is one line with the remedy.
+        UnreachableError: the agent cannot be reached or refuses, or another program answers. The
+            message is one line with the remedy.
+        ConfigError: the agent does not understand the query.
     """
     connection = http.client.HTTPConnection(where.host, where.port, timeout=timeout_seconds)
     try:
@@ -91,35 +107,47 @@ def fetch(where: Address, path: str, timeout_seconds: float, *, failing: bool = 
             "listens elsewhere, name its address with --debug-listen"
         ) from err
     except TimeoutError as err:
-        raise AgentError(
+        raise UnreachableError(
             f"the agent at {where} did not answer within {timeout_seconds:g} s; look into its "
             "log, or wait longer with --timeout"
         ) from err
     except http.client.HTTPException as err:
-        raise AgentError(
+        raise UnreachableError(
             f"the server at {where} does not speak HTTP ({type(err).__name__}); check "
             "--debug-listen"
         ) from err
     except OSError as err:
-        raise AgentError(
+        raise UnreachableError(
             f"cannot reach the agent at {where}: {err.strerror or err}; check --debug-listen"
         ) from err
     finally:
         connection.close()
     shown = path.partition("?")[0]
+    if answer.status == http.HTTPStatus.BAD_REQUEST and (refusal := _refusal(body)):
+        raise ConfigError([f"the agent at {where} refuses {shown}: {refusal}"])
     if answer.status != http.HTTPStatus.OK and not (
         failing and answer.status == http.HTTPStatus.SERVICE_UNAVAILABLE
     ):
-        raise AgentError(
+        raise UnreachableError(
             f"{where} answers {shown} with {answer.status} {answer.reason}; is that the agent's "
             "debug address?"
         )
     if len(body) > _LARGEST_BYTES:
-        raise AgentError(
+        raise UnreachableError(
             f"{where} answers {shown} with more than {_LARGEST_BYTES >> 20} MiB; check "
             "--debug-listen"
         )
-    return body
+    return Answer(body, answer.headers.get(STATE_HEADER, ""))
+
+
+def _refusal(body: bytes) -> str:
+    """Return the text of an agent's refusal; empty for another program's."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    text = found.get("error") if isinstance(found, dict) else None
+    return " ".join(text.split()) if isinstance(text, str) else ""
 
 
 def seconds(text: str) -> float:

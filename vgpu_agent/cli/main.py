@@ -1,9 +1,10 @@
 """Entry point of the command line: the parser, and the conversion of errors into a line on stderr
 and an exit status.
 
-Exit status: 0 success, 1 failure, 2 wrong usage (flags or configuration), 130 interrupted. For
-``config check``, a wrong configuration is the result, and thus 1. ``doctor`` returns 0 without
-faults, 1 with warnings and 2 with errors. A command is a module with `add_parser`; its parser
+Exit status: 0 success, 1 failure, 2 wrong usage (flags or configuration) or a running agent that
+cannot be reached, 130 interrupted. For ``config check``, a wrong configuration is the result, and
+thus 1. ``status`` returns 1 for a node with problems. ``doctor`` returns 0 without faults, 1 with
+warnings and 2 with errors. A command is a module with `add_parser`; its parser
 leaves ``run`` in the parsed arguments.
 """
 
@@ -15,12 +16,12 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vgpu_agent import __version__
-from vgpu_agent.errors import AgentError, CheckFailedError, ConfigError
+from vgpu_agent.errors import AgentError, CheckFailedError, ConfigError, UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Iterable, Sequence
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 2, 130
 
 # Commands in the order of --help. A module is imported only for its own command, so that `status`
 # does not import the agent's libraries. The simulator's commands exist only in a checkout, not in a
@@ -31,6 +32,16 @@ _COMMANDS = {
     "status": (
         "vgpu_agent.cli.status",
         "show the GPUs, resources, pods and problems of the running agent",
+    ),
+    "gpus": ("vgpu_agent.cli.gpus", "show each GPU with its figures, its health and its holders"),
+    "pods": ("vgpu_agent.cli.pods", "show which container holds which share of which GPU"),
+    "events": (
+        "vgpu_agent.cli.events",
+        "show what happened on the node lately, and what the agent decided",
+    ),
+    "explain": (
+        "vgpu_agent.cli.explain",
+        "explain why a pod does not start on this node, or what it has",
     ),
     "top": ("vgpu_agent.cli.top", "show what of each GPU is given and used, live"),
     "doctor": (
@@ -103,9 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(problem, file=sys.stderr)
         return status
     except AgentError as err:
-        if not _logged(words, [str(err)], FAILED):
+        status = UNREACHABLE if isinstance(err, UnreachableError) else FAILED
+        if not _logged(words, [str(err)], status):
             print(f"vgpu-agent: {err}", file=sys.stderr)
-        return FAILED
+        return status
     except BrokenPipeError:
         return FAILED  # the reader of our output has closed it
     except KeyboardInterrupt:
@@ -148,6 +160,11 @@ def _meant(command: str, unknown: Sequence[str]) -> str:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    return _with_commands(_COMMANDS, (_command(words),))
+
+
+def _with_commands(listed: Iterable[str], complete: Container[str]) -> argparse.ArgumentParser:
+    """Return the parser with these commands, of which some have their options."""
     parser = _Parser(
         prog="vgpu-agent",
         description="Shares the NVIDIA GPUs of one Kubernetes node between its pods.",
@@ -156,11 +173,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vgpu-agent {__version__}")
     subparsers: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
-    asked = _command(words)
-    for name, (module, summary) in _COMMANDS.items():
+    for name in listed:
+        module, summary = _COMMANDS[name]
         if module.startswith(_SIMULATOR) and importlib.util.find_spec(_SIMULATOR) is None:
             continue
-        if name == asked:
+        if name in complete:
             importlib.import_module(module).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)

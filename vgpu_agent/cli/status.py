@@ -1,39 +1,48 @@
-"""``vgpu-agent status``: the node on one page, or one pod in sentences,
-asked from the running agent over its debug port.
+"""``vgpu-agent status``: the node on one page, once, again and again, or as soon as it is ready.
 
-Built into the command line by `cli`. It needs nothing of the node but that port (`debug_address`).
-The agent makes the text: the types and functions for that would take ten times as long to import as
-all else that this command does. For the same reason JSON is read with the standard library.
+Asked from the running agent over its debug port, so it needs nothing of the node but that port
+(`debug_address`). The exit status tells the state of the node.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import urllib.parse
+import sys
+import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.cli import debug_address
-from vgpu_agent.errors import AgentError
+from vgpu_agent.cli import answers, debug_address, explain
+from vgpu_agent.errors import UnreachableError
+from vgpu_agent.web.address import DEGRADED, HEALTHY, NOT_READY
 
 if TYPE_CHECKING:
     from typing import Any
 
     from vgpu_agent.web.address import Address
 
-_STATUS, _EXPLAIN = "/debug/status", "/debug/explain"
-_BEGINNINGS = (b"node ", b"pod ")  # of the agent's texts
-_POD = re.compile(r"[^/\s]+/[^/\s]+\Z")
+_PATH = "/debug/status"
+_DEGRADED = 1
+_ASK_SECONDS, _WAIT_SECONDS = 5.0, 60.0
+_WATCH_SECONDS, _POLL_SECONDS = 2.0, 0.5
+_WAITED_FOR = {"ready": (HEALTHY, DEGRADED), "healthy": (HEALTHY,)}
+_CLEAR = "\033[H\033[2J\033[3J"
 _EXAMPLES = f"""examples:
   vgpu-agent status                                  the agent of this node
-  vgpu-agent status --pod ml/train-0                 why it does not start, or what it has and how
-                                                     that is known
-  vgpu-agent status --json | jq '.pods[].pod'        for scripts
+  vgpu-agent status -o wide                          one line a row, however long
+  vgpu-agent status -o json | jq '.pods[].pod'       for scripts
+  vgpu-agent status --watch 5                        again every five seconds
+  vgpu-agent status --wait ready --timeout 120       return once it is ready
   vgpu-agent status --debug-listen 127.0.0.1:19395   through a port forward
 
-The exit status is 0 when the agent answered, 1 when it did not.
-{debug_address.ENVIRONMENT} replaces the default address."""
+exit status:
+  0  ready, and no problem is known
+  1  degraded: not ready, or a problem is known
+  2  the agent cannot be reached, or the call is wrong
+With --wait: 0 once the state is reached, 1 when it is not in time.
+With --pod: 0 when the agent answered.
+
+{debug_address.ENVIRONMENT} replaces the default address. Colours are for a terminal only; NO_COLOR
+switches them off."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,14 +58,37 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    debug_address.add_arguments(parser)
+    answers.add_arguments(parser, timeout=False)
     parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=debug_address.seconds,
+        help=f"how long to wait for the agent (default {_ASK_SECONDS:g}), or with --wait for the "
+        f"state (default {_WAIT_SECONDS:g})",
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        type=debug_address.seconds,
+        nargs="?",
+        const=_WATCH_SECONDS,
+        help=f"show it again and again, until Ctrl-C (default every {_WATCH_SECONDS:g} s)",
+    )
+    instead.add_argument(
+        "--wait",
+        choices=_WAITED_FOR,
+        help="wait until the agent is ready, or ready without a problem (healthy)",
+    )
+    instead.add_argument(
         "--pod",
         metavar="NAMESPACE/NAME",
-        type=_pod,
-        help="explain one pod instead: why it does not start, or what it has",
+        type=answers.pod,
+        help="explain one pod instead, as vgpu-agent explain does",
     )
-    parser.add_argument("--json", action="store_true", help="print the agent's answer as JSON")
+    parser.add_argument(
+        "--json", dest="output", action="store_const", const=answers.JSON, help="as -o json"
+    )
     parser.set_defaults(run=run)
 
 
@@ -65,47 +97,61 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the address is invalid.
-        AgentError: the agent cannot be reached, or another program answers; one line with the
+        UnreachableError: the agent cannot be reached, or another program answers; one line with the
             remedy.
     """
     address = debug_address.address(arguments.debug_listen)
-    query = {"pod": arguments.pod} if arguments.pod else {}
-    if not arguments.json:
-        query["text"] = ""
-    path = _EXPLAIN if arguments.pod else _STATUS
-    asked = f"{path}?{urllib.parse.urlencode(query, safe='/')}" if query else path
-    body = debug_address.fetch(address, asked, arguments.timeout)
-    key = "pod" if arguments.pod else "node"  # by which an agent's answer is recognised
-    print(_formatted(body, key, address, path) if arguments.json else _text(body, address, path))
-    return 0
+    timeout_seconds = arguments.timeout or (_WAIT_SECONDS if arguments.wait else _ASK_SECONDS)
+    if arguments.pod:
+        print(explain.asked(address, arguments.pod, arguments.output, timeout_seconds))
+        return 0
+    if arguments.watch:
+        return _watch(address, arguments.output, timeout_seconds, arguments.watch)
+    if arguments.wait:
+        return _wait(address, arguments.output, timeout_seconds, arguments.wait)
+    text, state = _asked(address, arguments.output, timeout_seconds)
+    print(text)
+    return _DEGRADED if state in {DEGRADED, NOT_READY} else 0
 
 
-def _text(body: bytes, address: Address, path: str) -> str:
-    if not body.startswith(_BEGINNINGS):
-        raise _not_an_agent(address, path)
-    return body.decode(errors="replace").rstrip("\n")
+def _asked(address: Address, form: str | None, timeout_seconds: float) -> tuple[str, str]:
+    return answers.shown(address, _PATH, {}, form, timeout_seconds, key="node", beginning="node ")
 
 
-def _formatted(body: bytes, key: str, address: Address, path: str) -> str:
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as err:
-        raise _not_an_agent(address, path) from err
-    if not isinstance(found, dict) or not isinstance(found.get(key), str):
-        raise _not_an_agent(address, path)
-    return json.dumps(found, indent=2, ensure_ascii=False)
+def _watch(
+    address: Address, form: str | None, timeout_seconds: float, interval_seconds: float
+) -> int:
+    """Print the overview until Ctrl-C. On a terminal each one replaces the one before."""
+    while True:
+        try:
+            text, _ = _asked(address, form, timeout_seconds)
+        except UnreachableError as err:  # it may come back
+            text = f"vgpu-agent: {err}"
+        if sys.stdout.isatty():
+            print(_CLEAR, end="")
+        print(text, flush=True)
+        time.sleep(interval_seconds)
+        if not sys.stdout.isatty() and form is None:
+            print()
 
 
-def _not_an_agent(address: Address, path: str) -> AgentError:
-    return AgentError(
-        f"{address} answers {path} with something that is not an agent's status; check "
-        "--debug-listen"
-    )
-
-
-def _pod(text: str) -> str:
-    if not _POD.match(text):
-        raise argparse.ArgumentTypeError(
-            f"expected NAMESPACE/NAME, for example default/train-0, got {text[:60]!r}"
-        )
-    return text
+def _wait(address: Address, form: str | None, timeout_seconds: float, wanted: str) -> int:
+    """Print the overview once the node has the wanted state, or the last one when time is over."""
+    end = time.monotonic() + timeout_seconds
+    while True:
+        left = end - time.monotonic()
+        over = left <= _POLL_SECONDS
+        try:
+            text, state = _asked(address, form, min(_ASK_SECONDS, max(left, _POLL_SECONDS)))
+        except UnreachableError:
+            if over:
+                raise
+        else:
+            if state in _WAITED_FOR[wanted]:
+                print(text)
+                return 0
+            if over:
+                print(text, flush=True)
+                print(f"vgpu-agent: not {wanted} within {timeout_seconds:g} s", file=sys.stderr)
+                return _DEGRADED
+        time.sleep(_POLL_SECONDS)

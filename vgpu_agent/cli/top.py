@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from vgpu_agent.cli import debug_address
-from vgpu_agent.errors import AgentError
+from vgpu_agent.errors import UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the address makes no sense.
-        AgentError: the agent cannot be reached at the start, or another program answers.
+        UnreachableError: the agent cannot be reached at the start, or another program answers.
     """
     address = debug_address.address(arguments.debug_listen)
     node = _asked(address, arguments.timeout)
@@ -185,7 +185,7 @@ def _asked(address: Address, timeout_seconds: float) -> Node:
     try:
         return msgspec.json.decode(body, type=Node)
     except msgspec.DecodeError as err:  # covers ValidationError
-        raise AgentError(
+        raise UnreachableError(
             f"{address} answers {_PATH} with something that is not an agent's status ({err}); "
             "check --debug-listen"
         ) from err
@@ -368,7 +368,7 @@ def _live(node: Node, address: Address, timeout_seconds: float, interval_seconds
                 continue
             try:
                 node, trouble = _asked(address, timeout_seconds), ""
-            except AgentError as err:
+            except UnreachableError as err:
                 trouble = str(err)  # the last answer stays, and the agent may come back
 
 

@@ -1,5 +1,5 @@
 """Listen addresses: the meaning of ``:9394``, ``127.0.0.1:9395`` and ``[::1]:9395`` for a server
-and for a client.
+and for a client; and the header by which a client learns the state of the node.
 
 Called by `web.server`, which binds them, and by ``vgpu-agent status``, which connects to one.
 Imports no HTTP library, so that the command line stays quick to start.
@@ -15,6 +15,11 @@ from vgpu_agent.errors import ListenError
 
 _WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - only compared with, never bound
 _BACKLOG = 128
+
+# The header of the answer of /debug/status, and its values: ready and without problems; ready, with
+# problems; not ready.
+STATE_HEADER = "Vgpu-Agent-State"
+HEALTHY, DEGRADED, NOT_READY = "healthy", "degraded", "not-ready"
 
 
 class Address(NamedTuple):

@@ -19,6 +19,7 @@ from vgpu_agent.errors import AgentError
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.web import allocations, binding, cluster, explain, page, uses, views
 from vgpu_agent.web.shapes import shown, when
+from vgpu_agent.web.terminal import NARROWEST, WIDEST, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ _MAX_ECHO = 60  # characters of an invalid value that are repeated in an error m
 _POD = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,9})?\Z", re.ASCII)
 _AGE = re.compile(r"(\d{1,9})([smhd])\Z", re.ASCII)
+TEXT = ("text", "columns", "colours")  # the parameters of paths that answer with text as well
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -54,15 +56,15 @@ class DebugPath(NamedTuple):
         description: one sentence, shown in the index.
         parameters: the query parameters, except ``pretty``, which all paths accept.
         answer: returns the answer to a request, ready for `to_json`.
-        as_text: returns an answer as text for a terminal, for the parameter ``text``; None for
-            paths without that parameter.
+        as_text: returns an answer as text for a terminal, for the parameter ``text``, whose form
+            ``columns`` and ``colours`` choose; None for paths without these parameters.
     """
 
     path: str
     description: str
     parameters: tuple[str, ...]
     answer: Callable[[DebugRequest], Any]
-    as_text: Callable[[Any], str] | None = None
+    as_text: Callable[[Any, Layout], str] | None = None
 
 
 def to_json(answer: Any, *, pretty: bool = False) -> bytes:
@@ -103,6 +105,24 @@ def parse_request(
             raise BadRequestError(f"query parameter {name!r} is given twice; give it once")
         query[name] = value
     return DebugRequest(status, now, query)
+
+
+def layout(request: DebugRequest) -> Layout:
+    """Return the form of the text that was asked for.
+
+    Raises:
+        BadRequestError: ``columns`` is no width, or the form of a text was given without ``text``.
+    """
+    if "text" not in request.query and {"columns", "colours"} & set(request.query):
+        raise BadRequestError("columns and colours are for text; write ?text&columns=80")
+    given = request.query.get("columns")
+    if given is None:
+        return Layout(None, "colours" in request.query)
+    if not (given.isascii() and given.isdigit() and NARROWEST <= int(given[:9]) <= WIDEST):
+        raise BadRequestError(
+            f"columns {_echo(given)} is not understood; write a width from {NARROWEST} to {WIDEST}"
+        )
+    return Layout(int(given), "colours" in request.query)
 
 
 def change_log_level(body: bytes) -> dict[str, Any]:
@@ -349,15 +369,16 @@ PATHS: tuple[DebugPath, ...] = (
     DebugPath(
         "/debug/status",
         "The whole node on one page: what `vgpu-agent status` prints (text).",
-        ("text",),
+        TEXT,
         _status,
         page.as_text,
     ),
     DebugPath(
         "/debug/devices",
-        "Every GPU: health with its reason, usage, topology, and the holders of its shares.",
-        (),
+        "Every GPU: health with its reason, usage, topology, and the holders of its shares (text).",
+        TEXT,
         _devices,
+        page.devices,
     ),
     DebugPath(
         "/debug/ledger",
@@ -377,15 +398,16 @@ PATHS: tuple[DebugPath, ...] = (
         "/debug/explain",
         "The reason why a pod does not start, or the GPU that it has, with the evidence "
         "(pod=namespace/name; text).",
-        ("pod", "text"),
+        ("pod", *TEXT),
         _explain,
         page.explained,
     ),
     DebugPath(
         "/debug/pods",
-        "The holders of each GPU by pod, and the pods of this node in the API server.",
-        (),
+        "The holders of each GPU by pod, and the pods of this node in the API server (text).",
+        TEXT,
         _pods,
+        page.pods,
     ),
     DebugPath(
         "/debug/cluster",
@@ -409,9 +431,10 @@ PATHS: tuple[DebugPath, ...] = (
     DebugPath(
         "/debug/events",
         "The latest events and decisions, a thousand at most (since=10m, event=gpu.unhealthy, "
-        "limit=20).",
-        ("since", "event", "limit"),
+        "limit=20; text).",
+        ("since", "event", "limit", *TEXT),
         _events,
+        page.events,
     ),
     DebugPath(
         "/debug/config",

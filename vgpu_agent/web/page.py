@@ -1,67 +1,225 @@
-"""The overview of a node, as tables for a terminal.
+"""The answers of ``/debug`` as text for a terminal: the overview of a node, its GPUs, pods and
+events, and the explanation of a pod.
 
-``vgpu-agent status`` and ``curl :9394/`` print them. Pure functions on `views.Overview`. The page
-for a browser is in `dashboard`. Imports no HTTP library, because the command line uses this module
-as well.
+``vgpu-agent status``, ``gpus``, ``pods``, ``events``, ``explain`` and ``curl :9394/`` print them.
+Pure functions on `views`. The page for a browser is in `dashboard`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.web import terminal
+from vgpu_agent.web.terminal import PLAIN, Layout, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from vgpu_agent.web.binding import FamilyView
     from vgpu_agent.web.explain import Explanation
     from vgpu_agent.web.shapes import When
-    from vgpu_agent.web.views import GpuView, Overview
+    from vgpu_agent.web.views import GpuView, GrantView, Overview, PodView
 
 # The most holders in the row of a GPU. There may be 80, and the pods have a table of their own.
 _SHOWN_HOLDERS = 2
 
+_HEALTHY, _PENDING = "Healthy", "Pending"  # a GPU's health, a pod's phase
+
 SIMULATED = "SIMULATED GPUs: nothing here is real hardware"
 
-# title, columns, rows, and the text that stands in for an empty table
-_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
 
-
-def as_text(overview: Overview) -> str:
-    """Return the overview as aligned columns, for a terminal."""
-    lines = [_headline(overview)]
+def as_text(overview: Overview, layout: Layout = PLAIN) -> str:
+    """Return the overview as tables."""
+    lines = _headline(overview, layout)
     if overview.simulated:
         lines.append(f"*** {SIMULATED} ***")
-    for title, columns, rows, text_if_empty in _tables(overview):
-        lines += ["", title]
-        lines += _columns((columns, *rows)) if rows else [f"  {text_if_empty}"]
-    return "\n".join(lines) + "\n"
+    for table in _tables(overview):
+        lines += ["", *terminal.table(table, layout)]
+    return _joined(lines)
 
 
-def explained(explanation: Explanation) -> str:
-    """Return the answer of ``vgpu-agent status --pod``, for a terminal: sentences, the sources that
-    were searched, and the last events of the pod.
+def explained(explanation: Explanation, layout: Layout = PLAIN) -> str:
+    """Return the answer of ``vgpu-agent explain``: sentences, the sources that were searched, and
+    the last events of the pod.
     """
-    lines = [
-        f"pod {explanation.pod}",
-        *(f"  {_one_line(sentence)}" for sentence in explanation.answer),
-    ]
-    lines += ["", "Sources", *(f"  {_one_line(place)}" for place in explanation.sources)]
+    lines = [f"pod {explanation.pod}"]
+    for sentence in explanation.answer:
+        lines += terminal.sentence(_one_line(sentence), layout, indent="  ")
+    lines += ["", "Sources"]
+    for place in explanation.sources:
+        lines += terminal.sentence(_one_line(place), layout, indent="  ")
     if explanation.events:
         rows = [
-            (f"{_since(event.when)} ago", event.event, _facts(event.facts))
+            (_age(event.when), event.event, _facts(event.facts, without="pod"))
             for event in explanation.events
         ]
-        lines += ["", "Events", *_columns(rows)]
+        lines += ["", *terminal.table(Table("Events", ("WHEN", "EVENT", "FACTS"), rows), layout)]
+    return _joined(lines)
+
+
+def devices(answer: Mapping[str, Any], layout: Layout = PLAIN) -> str:
+    """Return the answer of ``vgpu-agent gpus``: each GPU with its figures and its holders, its MIG
+    instances, and the causes and remedies of those that are not healthy.
+    """
+    gpus: tuple[GpuView, ...] = answer["gpus"]
+    rows = [
+        (
+            str(gpu.index),
+            gpu.name,
+            _health(gpu),
+            _memory(gpu),
+            _figure(gpu, "utilisation_percent", " %"),
+            _figure(gpu, "temperature_celsius", " C"),
+            _figure(gpu, "power_watts", " W"),
+            gpu.uuid,
+            gpu.pci_bus_id or "-",
+            "-" if gpu.numa_node is None else str(gpu.numa_node),
+            ", ".join(gpu.holders) or "-",
+        )
+        for gpu in gpus
+    ]
+    columns: tuple[str, ...] = (
+        *("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "TEMP", "POWER", "UUID", "PCI", "NUMA"),
+        "HELD BY",
+    )
+    lines = terminal.table(Table("GPUs", columns, rows), layout)
+    instances = [
+        (str(gpu.index), each.profile, each.health, str(each.memory_mib), each.uuid)
+        for gpu in gpus
+        for each in gpu.mig_instances
+    ]
+    if instances:
+        columns = ("GPU", "PROFILE", "HEALTH", "MEMORY (MiB)", "UUID")
+        lines += ["", *terminal.table(Table("MIG instances", columns, instances), layout)]
+    ill = [
+        (str(gpu.index), _age(gpu.health_changed), _cause(gpu), _remedy(gpu))
+        for gpu in gpus
+        if gpu.health != _HEALTHY or not gpu.present
+    ]
+    if ill:
+        columns = ("GPU", "SINCE", "CAUSE", "REMEDY")
+        lines += ["", *terminal.table(Table("Not healthy", columns, ill), layout)]
+    if answer["failures"]:
+        failed = [(_one_line(str(text)),) for text in answer["failures"]]
+        lines += ["", *terminal.table(Table("Did not answer", ("REASON",), failed), layout)]
+    return _joined(lines)
+
+
+def pods(answer: Mapping[str, Any], layout: Layout = PLAIN) -> str:
+    """Return the answer of ``vgpu-agent pods``: each container with its shares and how they are
+    limited, and the pods of this node that ask for GPUs and have none yet.
+    """
+    held: tuple[PodView, ...] = answer["pods"]
+    rows = [
+        (
+            pod.pod,
+            grant.container or "-",
+            grant.resource,
+            _gpus_of(grant),
+            _amounts(grant),
+            grant.limit or "-",
+            grant.state,
+            _since(grant.reserved),
+            ", ".join(dict.fromkeys(share.device for share in grant.shares)) or "-",
+        )
+        for pod in held
+        for grant in pod.grants
+    ]
+    columns: tuple[str, ...] = (
+        *("POD", "CONTAINER", "RESOURCE", "GPU", "SHARE", "LIMIT", "STATE", "KNOWN FOR"),
+        "DEVICES",
+    )
+    lines = terminal.table(Table("Pods", columns, rows, "no pod holds a share"), layout)
+    names = {pod.pod for pod in held}
+    waiting = [
+        (
+            pod["pod"],
+            pod["phase"],
+            ", ".join(
+                f"{count} {name}"
+                for container in pod["containers"]
+                for name, count in container["limits"].items()
+            ),
+        )
+        for pod in answer["watched_pods"]
+        if pod["pod"] not in names and pod["phase"] == _PENDING
+        if any(container["limits"] for container in pod["containers"])
+    ]
+    if waiting:
+        columns = ("POD", "PHASE", "ASKS FOR")
+        lines += ["", *terminal.table(Table("Without a share", columns, waiting), layout)]
+        lines.append("  vgpu-agent explain NAMESPACE/POD tells why.")
+    return _joined(lines)
+
+
+def events(answer: Mapping[str, Any], layout: Layout = PLAIN) -> str:
+    """Return the answer of ``vgpu-agent events``: what happened and what was decided, the latest
+    last.
+    """
+    rows = [
+        (f"{_duration(event['seconds_ago'])} ago", event["event"], _facts(event["facts"]))
+        for event in answer["events"]
+    ]
+    columns = ("WHEN", "EVENT", "FACTS")
+    lines = terminal.table(
+        Table("Events", columns, rows, "none of the kind that was asked"), layout
+    )
+    return _joined(lines)
+
+
+def _joined(lines: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _facts(facts: Mapping[str, object]) -> str:
-    return _one_line(
-        ", ".join(f"{name}: {value}" for name, value in facts.items() if name != "pod")
+def _figure(gpu: GpuView, name: str, unit: str) -> str:
+    value = getattr(gpu.usage, name) if gpu.usage else None
+    return "-" if value is None else f"{value:.0f}{unit}"
+
+
+def _cause(gpu: GpuView) -> str:
+    reason = _one_line(gpu.health_reason) or "it no longer answers"
+    left = gpu.illness.offered_again_in_seconds if gpu.illness else None
+    return reason if left is None else f"{reason}; offered again in {left:.0f} s if it stays quiet"
+
+
+def _remedy(gpu: GpuView) -> str:
+    return (_one_line(gpu.illness.remedy) if gpu.illness else "") or "-"
+
+
+def _gpus_of(grant: GrantView) -> str:
+    return (
+        ", ".join(
+            share.device if share.gpu_index is None else str(share.gpu_index)
+            for share in grant.shares
+        )
+        or "-"
     )
 
 
-def _headline(overview: Overview) -> str:
+def _amounts(grant: GrantView) -> str:
+    memory = sum(share.memory_mib for share in grant.shares)
+    cores = sum(share.cores_percent for share in grant.shares)
+    limits = [f"{memory} MiB"] if memory else []
+    limits += [f"{cores} %"] if cores else []
+    return ", ".join(limits) or "-"
+
+
+def _age(moment: When) -> str:
+    return "-" if moment.seconds_ago is None else f"{_since(moment)} ago"
+
+
+def _facts(facts: Mapping[str, object], *, without: str = "") -> str:
+    return _one_line(
+        ", ".join(f"{name}: {_fact(value)}" for name, value in facts.items() if name != without)
+    )
+
+
+def _fact(value: object) -> str:
+    """Write a list without quotes, so that its ids can be copied."""
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def _headline(overview: Overview, layout: Layout) -> list[str]:
     state = "ready" if overview.ready else "NOT READY" if overview.alive else "STUCK"
     parts = [
         f"node {overview.node}",
@@ -73,42 +231,44 @@ def _headline(overview: Overview) -> str:
     if overview.driver_version:
         cuda = f", CUDA {overview.cuda_version}" if overview.cuda_version else ""
         parts.append(f"driver {overview.driver_version}{cuda}")
-    return " · ".join(parts)
+    first, *others = terminal.parts(parts, " · ", layout)
+    return [first.replace(f" {state}", f" {terminal.state(state, layout)}", 1), *others]
 
 
-def _tables(overview: Overview) -> Iterator[_Table]:
+def _tables(overview: Overview) -> Iterator[Table]:
     given = ("GIVEN",) if _gives_amounts(overview) else ()
-    yield (
+    yield Table(
         "GPUs",
         ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", *given, "UUID", "HELD BY"),
         _gpu_rows(overview),
         "none",
     )
     if _has_several_families(overview):
-        yield (
+        yield Table(
             "GPUs by family",
             ("GPU", "SERVES", "FOR", "PODS", "WAITING", "FREED BY"),
             _use_rows(overview),
             "none",
         )
-    yield (
+    yield Table(
         "Resources",
         ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"),
         _resource_rows(overview),
         "none offered",
     )
     if held_back := _held_back_rows(overview):
-        yield "Held back", ("RESOURCE", "IDS", "WHY"), held_back, "none"
+        yield Table("Held back", ("RESOURCE", "IDS", "WHY"), held_back)
     if overview.binding.families:
-        yield "Families", ("FAMILY", "STATE", "BOUND", "WHY"), _family_rows(overview), "none"
-    yield (
+        yield Table("Families", ("FAMILY", "STATE", "BOUND", "WHY"), _family_rows(overview))
+    yield Table(
         "Pods",
         ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "LIMIT", "KNOWN FOR"),
         _pod_rows(overview),
         "no pod holds a share",
+        ("KNOWN FOR", "STATE"),
     )
     if overview.refusals:
-        yield (
+        yield Table(
             "Refused starts",
             ("POD", "CONTAINER", "FOR", "TIMES", "REASON"),
             _refusal_rows(overview),
@@ -117,7 +277,7 @@ def _tables(overview: Overview) -> Iterator[_Table]:
     problems: list[tuple[str, ...]] = [
         (problem.part, _one_line(problem.reason)) for problem in overview.problems
     ]
-    yield "Problems", ("PART", "REASON"), problems, "none known"
+    yield Table("Problems", ("PART", "REASON"), problems, "none known")
 
 
 def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
@@ -254,11 +414,7 @@ def _pod_rows(overview: Overview) -> list[tuple[str, ...]]:
             pod.pod,
             grant.container or "-",
             grant.resource,
-            ", ".join(
-                share.device if share.gpu_index is None else str(share.gpu_index)
-                for share in grant.shares
-            )
-            or "-",
+            _gpus_of(grant),
             grant.state,
             grant.limit or "-",
             _since(grant.reserved),
@@ -324,15 +480,6 @@ def _duration(seconds: float) -> str:
     if hours < 1:
         return f"{minutes}m{whole % 60:02}s"
     return f"{hours}h{minutes % 60:02}m" if days < 1 else f"{days}d{hours % 24}h"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _one_line(text: str) -> str:

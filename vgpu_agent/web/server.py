@@ -26,7 +26,7 @@ from aiohttp.http import HttpProcessingError
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError
 from vgpu_agent.web import debug, page, probes, views
-from vgpu_agent.web.address import Address, bind, parse
+from vgpu_agent.web.address import STATE_HEADER, Address, bind, parse
 from vgpu_agent.web.connections import Connections, Viewers, bounded_by_descriptors
 from vgpu_agent.web.dashboard import node as dashboard_content
 from vgpu_agent.web.dashboard import stream
@@ -368,10 +368,15 @@ class WebServer:
             parsed = debug.parse_request(
                 *self._snapshot(), request.query.items(), entry.parameters, entry.path
             )
+            layout = debug.layout(parsed)
             found = entry.answer(parsed)
             if entry.as_text is not None and "text" in parsed.query:
-                return web.Response(text=entry.as_text(found))
-            return _json(200, found, pretty="pretty" in parsed.query)
+                answer = web.Response(text=entry.as_text(found, layout))
+            else:
+                answer = _json(200, found, pretty="pretty" in parsed.query)
+            if isinstance(found, views.Overview):
+                answer.headers[STATE_HEADER] = found.condition
+            return answer
 
         return answer
 

@@ -19,6 +19,7 @@ from vgpu_agent.model import GrantState
 from vgpu_agent.status import NvmlState
 from vgpu_agent.web import binding as binding_views
 from vgpu_agent.web import mig, problems, uses
+from vgpu_agent.web.address import DEGRADED, HEALTHY, NOT_READY
 from vgpu_agent.web.binding import BindingView, RefusalView
 from vgpu_agent.web.health import IllnessView, illness
 from vgpu_agent.web.limits import Limits
@@ -212,6 +213,13 @@ class Overview(msgspec.Struct, frozen=True):
     pods: tuple[PodView, ...] = ()
     binding: BindingView = BindingView()
     refusals: tuple[RefusalView, ...] = ()
+
+    @property
+    def condition(self) -> str:
+        """The value of `STATE_HEADER`, from which ``vgpu-agent status`` makes its exit status."""
+        if not self.ready:
+            return NOT_READY
+        return DEGRADED if self.problems else HEALTHY
 
 
 def gpu_of_devices(status: AgentStatus) -> dict[str, Gpu]:
