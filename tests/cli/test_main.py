@@ -135,7 +135,7 @@ def test_a_failure_is_one_line_and_status_1(
     "command",
     [
         *("run", "status", "gpus", "pods", "events", "explain", "top", "doctor", "support-bundle"),
-        *("why", "config", "sim", "demo", "version"),
+        *("why", "config", "completion", "man", "sim", "demo", "version"),
     ],
 )
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:

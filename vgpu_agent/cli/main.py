@@ -69,6 +69,11 @@ _COMMANDS = {
         "vgpu_agent.cli.mount_regions",
         "mount small file systems in memory for the files that containers write their use to",
     ),
+    "completion": (
+        "vgpu_agent.cli.completion",
+        "print a script that completes this command line in a shell",
+    ),
+    "man": ("vgpu_agent.cli.manual", "print the manual page"),
     "sim": (f"{_SIMULATOR}.cli.sim", "create and change simulated GPUs"),
     "demo": (f"{_SIMULATOR}.cli.demo", "demonstrate the agent on a simulated node"),
     "version": ("vgpu_agent.cli.version", "print the version"),
@@ -157,6 +162,22 @@ def _meant(command: str, unknown: Sequence[str]) -> str:
     written = unknown[0].partition("=")[0]
     guess = nearest(written, [flag for option in options() for flag in option.flags])
     return f"; did you mean {guess}?" if guess and written.startswith("-") else ""
+
+
+def whole_parser(*, simulator: bool = True) -> argparse.ArgumentParser:
+    """Return the parser with the options of all commands, for `completion` and `manual`.
+
+    Args:
+        simulator: with the commands that only a checkout has, where this is one.
+    """
+    return _with_commands(
+        [
+            name
+            for name, (module, _) in _COMMANDS.items()
+            if simulator or not module.startswith(_SIMULATOR)
+        ],
+        _COMMANDS,
+    )
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -1,0 +1,198 @@
+"""``vgpu-agent completion``: a script that completes the command line in bash, zsh or fish.
+
+The scripts are made from the parsers (`command_tree`) and call nothing: completion stays quick on a
+busy node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import TYPE_CHECKING
+
+from vgpu_agent.cli import command_tree, main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from vgpu_agent.cli.command_tree import Choice, Command
+
+_EXAMPLES = """examples:
+  source <(vgpu-agent completion bash)                         in ~/.bashrc
+  vgpu-agent completion zsh > ~/.zfunc/_vgpu-agent             a directory of $fpath
+  vgpu-agent completion fish > ~/.config/fish/completions/vgpu-agent.fish"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command below ``subparsers`` (argparse's special action,
+    which has no public type).
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "completion",
+        help="print a script that completes this command line in a shell",
+        description="Print a script that completes this command line in bash, zsh or fish.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=_SHELLS, help="the shell that reads the script")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script."""
+    known = list(command_tree.commands(main.whole_parser()))
+    print("\n".join(_SHELLS[arguments.shell](known)))
+    return 0
+
+
+def _bash(known: list[Command]) -> Iterator[str]:
+    yield "# bash completion of vgpu-agent; made by: vgpu-agent completion bash"
+    yield "_vgpu_agent() {"
+    yield '    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} command="" word'
+    yield "    COMPREPLY=()"
+    yield '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do'
+    yield from _path_of_command(known, '        case "$command $word" in', "        ")
+    yield "    done"
+    yield '    case "$command:$prev" in'
+    for pattern, values in _with_values(known):
+        yield f'        {pattern}) COMPREPLY=($(compgen -W {values} -- "$cur")); return ;;'
+    for pattern in _with_files(known):
+        yield f'        {pattern}) COMPREPLY=($(compgen -f -- "$cur")); return ;;'
+    yield "    esac"
+    yield '    case "$command" in'
+    for command in known:
+        words = " ".join(name for name, _ in _offered(command))
+        yield f"        {shlex.quote(' '.join(command.words))}) "
+        yield f'            COMPREPLY=($(compgen -W {shlex.quote(words)} -- "$cur")) ;;'
+    yield "    esac"
+    yield "}"
+    yield "complete -o default -F _vgpu_agent vgpu-agent"
+
+
+def _zsh(known: list[Command]) -> Iterator[str]:
+    yield "#compdef vgpu-agent"
+    yield "# zsh completion of vgpu-agent; made by: vgpu-agent completion zsh"
+    yield "_vgpu_agent() {"
+    yield '    local command="" word prev=${words[CURRENT-1]}'
+    yield "    local -a names options"
+    yield '    for word in "${(@)words[2,CURRENT-1]}"; do'
+    yield from _path_of_command(known, '        case "$command $word" in', "        ")
+    yield "    done"
+    yield '    case "$command:$prev" in'
+    for pattern, values in _with_values(known):
+        yield f"        {pattern}) compadd -- {' '.join(shlex.split(values))}; return ;;"
+    for pattern in _with_files(known):
+        yield f"        {pattern}) _files; return ;;"
+    yield "    esac"
+    yield '    case "$command" in'
+    for command in known:
+        described = [f"{name}:{text}" if text else name for name, text in _offered(command)]
+        names = " ".join(shlex.quote(text) for text in described if not text.startswith("-"))
+        options = " ".join(shlex.quote(text) for text in described if text.startswith("-"))
+        yield f"        {shlex.quote(' '.join(command.words))})"
+        yield f"            names=({names}); options=({options}) ;;"
+    yield "    esac"
+    yield "    _describe 'command' names || _describe -o 'option' options || _files"
+    yield "}"
+    # read by source, or from a directory of $fpath
+    yield 'if [ "$funcstack[1]" = _vgpu-agent ]; then _vgpu_agent "$@"'
+    yield "else compdef _vgpu_agent vgpu-agent; fi"
+
+
+def _fish(known: list[Command]) -> Iterator[str]:
+    yield "# fish completion of vgpu-agent; made by: vgpu-agent completion fish"
+    for command in known:
+        condition = _fish_condition(command)
+        for name in command.commands:
+            text = next(each.summary for each in known if each.words == (*command.words, name))
+            yield f"complete -c vgpu-agent -f {condition} -a {name} -d {_fish_quoted(text)}"
+        for choice in command.choices:
+            value = ""
+            if choice.values:
+                value = f" -x -a {_fish_quoted(' '.join(choice.values))}"
+            elif choice.metavar:
+                value = " -r" if choice.takes_file else " -x"
+            if choice.flags:
+                flags = " ".join(_fish_flag(flag) for flag in choice.flags)
+                text = _fish_quoted(_short(choice.text))
+                yield f"complete -c vgpu-agent {condition} {flags}{value} -d {text}"
+            elif choice.values:
+                yield f"complete -c vgpu-agent -f {condition}{value.replace(' -x', '')}"
+
+
+def _fish_condition(command: Command) -> str:
+    if not command.words:
+        return "-n __fish_use_subcommand"
+    seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in command.words)
+    if command.commands:
+        seen += f"; and not __fish_seen_subcommand_from {' '.join(command.commands)}"
+    return f"-n '{seen}'"
+
+
+def _fish_flag(flag: str) -> str:
+    if flag.startswith("--"):
+        return f"-l {flag[2:]}"
+    return f"-s {flag[1:]}" if len(flag) == 2 else f"-o {flag[1:]}"
+
+
+def _fish_quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _path_of_command(known: list[Command], head: str, indent: str) -> Iterator[str]:
+    """Yield the lines that follow the words of a command to the one that is meant."""
+    yield head
+    for command in known:
+        if command.words:
+            *above, name = command.words
+            pattern = shlex.quote(f"{' '.join(above)} {name}")
+            yield f"{indent}    {pattern}) command={shlex.quote(' '.join(command.words))} ;;"
+    yield f"{indent}esac"
+
+
+def _with_values(known: list[Command]) -> Iterator[tuple[str, str]]:
+    """Yield the patterns of ``command:flag`` and the values that may follow."""
+    for command, choice in _with_value(known):
+        if choice.values:
+            yield _pattern(command, choice), shlex.quote(" ".join(choice.values))
+
+
+def _with_files(known: list[Command]) -> Iterator[str]:
+    for command, choice in _with_value(known):
+        if choice.takes_file and not choice.values:
+            yield _pattern(command, choice)
+
+
+def _with_value(known: list[Command]) -> Iterator[tuple[Command, Choice]]:
+    for command in known:
+        for choice in command.choices:
+            if choice.flags and choice.metavar:
+                yield command, choice
+
+
+def _pattern(command: Command, choice: Choice) -> str:
+    words = " ".join(command.words)
+    return "|".join(shlex.quote(f"{words}:{flag}") for flag in choice.flags)
+
+
+def _offered(command: Command) -> Iterator[tuple[str, str]]:
+    """Yield what may stand next, with its text: commands, values of arguments, options."""
+    yield from ((name, "") for name in command.commands)
+    for choice in command.choices:
+        if choice.flags:
+            yield from ((flag, _short(choice.text)) for flag in choice.flags)
+        else:
+            yield from ((value, "") for value in choice.values)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 70 else f"{text[:69]}…"
+
+
+_SHELLS: dict[str, Callable[[list[Command]], Iterator[str]]] = {
+    "bash": _bash,
+    "zsh": _zsh,
+    "fish": _fish,
+}

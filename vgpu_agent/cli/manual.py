@@ -1,0 +1,114 @@
+"""``vgpu-agent man``: the manual page, made from the parsers as ``--help`` is (`command_tree`)."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vgpu_agent import __version__
+from vgpu_agent.cli import command_tree, debug_address, main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from vgpu_agent.cli.command_tree import Choice, Command
+
+_EXAMPLES = """examples:
+  vgpu-agent man | man -l -
+  vgpu-agent man > /usr/local/share/man/man1/vgpu-agent.1"""
+_EXIT_STATUS = (
+    ("0", "success"),
+    ("1", "failure; for status a node with problems, for doctor warnings"),
+    (
+        "2",
+        "wrong usage or configuration; the running agent cannot be reached; for doctor errors",
+    ),
+    ("130", "interrupted"),
+)
+_ENVIRONMENT = (
+    (
+        debug_address.ENVIRONMENT,
+        f"where the agent serves /debug, for the commands that ask it ({debug_address.DEFAULT})",
+    ),
+    ("VGPU_AGENT_SCHEDULER", "where the scheduler extender listens, for why"),
+    ("NO_COLOR", "no colours, also on a terminal"),
+    ("COLUMNS", "the width of tables, instead of that of the terminal"),
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command below ``subparsers`` (argparse's special action,
+    which has no public type).
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "man",
+        help="print the manual page",
+        description="Print the manual page, in roff.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+
+
+def run(_: argparse.Namespace) -> int:
+    """Print the page."""
+    print(page(), end="")
+    return 0
+
+
+def page() -> str:
+    """Return the manual page in roff, without the commands of the simulator."""
+    program, *known = command_tree.commands(main.whole_parser(simulator=False))
+    lines = [
+        f'.TH VGPU\\-AGENT 1 "" "vgpu\\-agent {__version__}" "User Commands"',
+        '.\\" Written by vgpu-agent man from the parsers of the commands.',
+        ".SH NAME",
+        "vgpu\\-agent \\- share the NVIDIA GPUs of one Kubernetes node between its pods",
+        ".SH SYNOPSIS",
+        ".B vgpu\\-agent",
+        "\\fICOMMAND\\fR [\\fIOPTION\\fR...]",
+        ".SH DESCRIPTION",
+        _text(program.description),
+        ".SH OPTIONS",
+        *_choices(program),
+        ".SH COMMANDS",
+    ]
+    for command in known:
+        lines += _command(command)
+    lines.append(".SH EXIT STATUS")
+    for status, text in _EXIT_STATUS:
+        lines += [".TP", f".B {status}", _text(text)]
+    lines.append(".SH ENVIRONMENT")
+    for name, text in _ENVIRONMENT:
+        lines += [".TP", f".B {_text(name)}", _text(text)]
+    lines += [
+        ".PP",
+        _text("Each setting of run has a variable, which vgpu-agent config example names."),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _command(command: Command) -> Iterator[str]:
+    yield f'.SS "vgpu\\-agent {_text(" ".join(command.words))}"'
+    yield _text(f"{command.description[:1].upper()}{command.description[1:].rstrip('.')}.")
+    yield from _choices(command)
+    if command.epilog:
+        yield from (".PP", ".nf", *(_text(line) for line in command.epilog.splitlines()), ".fi")
+
+
+def _choices(command: Command) -> Iterator[str]:
+    for choice in command.choices:
+        yield from (".TP", _name(choice), _text(choice.text or "see the examples"))
+
+
+def _name(choice: Choice) -> str:
+    names = ", ".join(f"\\fB{_text(flag)}\\fR" for flag in choice.flags)
+    value = "|".join(choice.values) or choice.metavar if choice.metavar else ""
+    return f"{names} \\fI{_text(value)}\\fR".strip() if value else names
+
+
+def _text(text: str) -> str:
+    """Escape a text for roff."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-")
+    return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
