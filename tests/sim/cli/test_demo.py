@@ -153,7 +153,7 @@ def test_the_node_that_stays_up_survives_the_death_of_its_agent(demos: Callable[
     commands = re.findall(
         r"^  ((?:\.venv/bin/vgpu-agent|curl|sed) .*?)(?:  +[a-z].*)?$", demo.said, re.MULTILINE
     )
-    assert len(commands) == 8
+    assert len(commands) == 9
     for command in commands:
         _type(command)
     demo.until(lambda: "GPU 1: Unhealthy: XID 79" in demo.said)

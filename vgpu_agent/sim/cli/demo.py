@@ -281,10 +281,12 @@ class _Demo:
 
     async def _stay(self) -> None:
         agent = self._agent
-        status, top = ".venv/bin/vgpu-agent status", ".venv/bin/vgpu-agent top"
-        if agent.debug_address != f"127.0.0.1:{_DEBUG_PORT}":
-            status += f" --debug-listen {agent.debug_address}"
-            top += f" --debug-listen {agent.debug_address}"
+        usual_port = agent.debug_address == f"127.0.0.1:{_DEBUG_PORT}"
+        elsewhere = "" if usual_port else f" --debug-listen {agent.debug_address}"
+        commands = "\n".join(
+            f"  .venv/bin/vgpu-agent {words}{elsewhere}"
+            for words in ("status", "top", "pods", "events --since 5m", "explain default/train")
+        )
         for address, usual in (
             (agent.public_address, _PUBLIC_PORT),
             (agent.debug_address, _DEBUG_PORT),
@@ -297,11 +299,8 @@ class _Demo:
             f"""
 The node stays up until Ctrl-C. In another terminal, in this folder:
 
-  {status}
-  {top}
-  curl '{agent.debug_address}/debug/pods?pretty'               who holds which GPU
-  curl '{agent.debug_address}/debug/events?since=5m&pretty'    what happened
-  curl '{agent.debug_address}/debug/?pretty'                   what else there is to ask
+{commands}
+  curl '{agent.debug_address}/debug/?pretty'
   curl {agent.public_address}/metrics
 
 Break a GPU ({_QUIET_SECONDS} s later it is back), and change the number of shares. What
