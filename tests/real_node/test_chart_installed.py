@@ -116,7 +116,8 @@ def test_the_notes_say_what_to_do_next(installed: Installed) -> None:
     assert f"helm test {RELEASE} -n {NAMESPACE}" in notes
     command = f"kubectl -n {NAMESPACE} exec daemonset/{NAME} -- vgpu-agent status"
     assert command in notes
-    assert "SIMULATED" in installed.rig.kubectl(*command.split()[1:])
+    waiting = (*command.split()[1:], "--wait", "ready")  # status 0 although a problem remains
+    assert "SIMULATED" in installed.rig.kubectl(*waiting)
 
 
 def test_the_policy_confines_the_account_of_this_release(installed: Installed) -> None:
@@ -175,7 +176,8 @@ def test_an_upgrade_of_settings_replaces_no_pod_and_one_of_the_version_keeps_run
     assert installed.chart() == "vgpu-agent-9.9.9"
     assert installed.agent() != before
     wait_allocatable(rig, 6)
-    status = rig.kubectl("exec", "-n", NAMESPACE, f"daemonset/{NAME}", "--", "vgpu-agent", "status")
+    where = ("exec", "-n", NAMESPACE, f"daemonset/{NAME}", "--")
+    status = rig.kubectl(*where, "vgpu-agent", "status", "--wait", "ready")
     assert "default/user" in status
 
     installed.apply("rollback")

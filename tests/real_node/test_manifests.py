@@ -60,7 +60,15 @@ def test_the_daemon_set_serves_pods_with_the_rights_it_asks_for(deployed: Deploy
     wait_allocatable(rig, 2)
     # Without a shell: the image has none.
     status = rig.kubectl(
-        "exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "--", "vgpu-agent", "status"
+        "exec",
+        "-n",
+        NAMESPACE,
+        "daemonset/vgpu-agent",
+        "--",
+        "vgpu-agent",
+        "status",
+        "--wait",
+        "ready",
     )
     assert "default/user" in status
     assert "SIMULATED" in status
