@@ -2,8 +2,8 @@
 
 Each part is collected in a thread with a time limit. A part that fails is a line of the manifest,
 because a bundle is wanted most where something does not work. The parts are in memory until the
-archive is written, so each of them and their sum are bounded: in the agent's pod this process
-shares the agent's memory limit.
+archive is written, so each of them and their sum are bounded while they are collected: in the
+agent's pod this process shares the agent's memory limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vgpu_agent.redaction import HIDDEN, redacted
 from vgpu_agent.web.address import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.web.address import Address
@@ -54,9 +54,11 @@ _INDEX = "/debug/"
 _PROBES = ("/livez?verbose", "/readyz?verbose")
 # Values of keys with such names, in files that people write. Paths are no secrets.
 _SECRET_LINE = re.compile(
-    r"(?im)^(?P<key>[^\n:=]*(?:password|passwd|secret|token|api_?key|credential)\w*[\"']?\s*[:=]\s*)"
-    r"(?!\s*[\"']?/|\(hidden\))\S[^\n]*$"
+    r"(?i)(?P<key>[^\n:=]*(?:password|passwd|secret|token|api_?key|credential)\w*[\"']?\s*[:=]\s*)"
+    r"(?P<value>.*)"
 )
+_PATH_OR_HIDDEN = re.compile(r"[\"']?/|\(hidden\)")
+_KEY_OF_ITEM = re.compile(r"\s*(?:-\s+)*")  # where the key of a line of YAML begins
 _SECRET_IN_BRACES = re.compile(
     r"(?i)(?P<key>[{,]\s*[\"']?\w*(?:password|passwd|secret|token|api_?key|credential)\w*[\"']?\s*:"
     r"\s*)(?!\s*[\"']?/)[^\s,}][^,}\n]*"
@@ -144,9 +146,8 @@ def run(arguments: argparse.Namespace) -> int:
     flags = options.given(arguments)
     address = debug_address.address(flags.pop("--debug-listen", None))
     public = flags.pop("--listen", None)
-    parts = _within_the_sum(
-        list(_parts(flags, address, public, arguments.log, timeout_seconds=arguments.timeout))
-    )
+    collected = _parts(flags, address, public, arguments.log, timeout_seconds=arguments.timeout)
+    parts = list(_within_the_sum(collected))
     if arguments.hide_names:
         Names.of(parts).hide(parts)
     manifest = _manifest(parts, names_hidden=arguments.hide_names)
@@ -237,8 +238,8 @@ def _part(name: str, collected: Callable[[], bytes], *, timeout_seconds: float) 
     return Part(name, content, redacted(note), time.monotonic() - began)
 
 
-def _within_the_sum(parts: list[Part]) -> list[Part]:
-    """Remove the content of the parts that would make the archive too large."""
+def _within_the_sum(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the parts, without the content of those that would make the archive too large."""
     total = 0
     for part in parts:
         size = len(part.content or b"")
@@ -247,7 +248,7 @@ def _within_the_sum(parts: list[Part]) -> list[Part]:
             part.note = f"left out: the bundle would exceed {_MAX_TOTAL_BYTES // _MIB} MiB"
         else:
             total += size
-    return parts
+        yield part
 
 
 def _json(value: Any) -> bytes:
@@ -312,9 +313,49 @@ def _end_of(path: str) -> bytes:
 
 def _without_secrets(content: bytes) -> bytes:
     text = content.decode(errors="replace")
-    for pattern in (_SECRET_IN_BRACES, _SECRET_LINE):
-        text = pattern.sub(lambda found: f"{found['key']}{HIDDEN}", text)
-    return text.encode()
+    text = _SECRET_IN_BRACES.sub(lambda found: f"{found['key']}{HIDDEN}", text)
+    return "".join(_without_secret_lines(text.splitlines(keepends=True))).encode()
+
+
+def _without_secret_lines(lines: list[str]) -> Iterator[str]:
+    """Yield the lines of a YAML file without the values of keys that sound secret: on the line of
+    the key, and on the lines below that belong to it.
+    """
+    number = 0
+    while number < len(lines):
+        line, number = lines[number], number + 1
+        found = _SECRET_LINE.match(line)
+        if found is None or _PATH_OR_HIDDEN.match(found["value"]):
+            yield line
+            continue
+        below = 0
+        if not line.lstrip().startswith("#"):
+            has_value = bool(found["value"].partition("#")[0].strip())
+            below = _lines_of_value(lines[number:], _indentation(line), has_value=has_value)
+            number += below
+        yield f"{found['key'].rstrip()} {HIDDEN}\n" if found["value"] or below else line
+
+
+def _indentation(line: str) -> int:
+    """Return the column in which the key of the line begins."""
+    found = _KEY_OF_ITEM.match(line)
+    return found.end() if found else 0
+
+
+def _lines_of_value(lines: list[str], indentation: int, *, has_value: bool) -> int:
+    """Count the lines that belong to the value of a key: those that are indented further, and the
+    items of a list, which need not be.
+    """
+    count = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue  # part of the value only if more of it follows
+        own = len(line) - len(line.lstrip(" "))
+        item = not has_value and own == indentation and line.lstrip().startswith("- ")
+        if own <= indentation and not item:
+            break
+        count = number
+    return count
 
 
 def _checkpoint(settings: Settings) -> bytes:
