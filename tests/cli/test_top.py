@@ -96,10 +96,9 @@ def test_a_share_of_a_mig_instance_counts_for_its_gpu() -> None:
 
 def test_a_gpu_that_is_ill_has_its_reason_and_its_countdown() -> None:
     """A countdown is shown only if the agent's answer has one; it may be of an earlier version."""
-    ill = {"health": "Unhealthy", "health_reason": "XID 79"}
+    ill: dict[str, Any] = {"health": "Unhealthy", "health_reason": "XID 79"}
     assert lines(node(**ill))[4] == "    XID 79"
-    # mypy infers dict[str, str] from the texts above.
-    ill["illness"] = {"offered_again_in_seconds": 41.7}  # type: ignore[assignment]
+    ill["illness"] = {"offered_again_in_seconds": 41.7}
     assert lines(node(**ill))[4] == "    offered again in 42 s; XID 79"
     assert lines(node(present=False))[3].split()[2] == "Gone"
 
