@@ -119,6 +119,26 @@ async def test_the_environment_says_where_the_extender_is(monkeypatch: pytest.Mo
     assert asked[0].startswith("GET /prefix/explain?pod=ml/train-0")
 
 
+async def test_an_extender_with_tls_is_found_at_the_default_address(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``kubectl vgpu why`` cannot know how the extender in the pod serves. Another address is taken
+    at its word.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certificate)
+    async with answering(msgspec.json.encode(EXPLAINED), context=context) as (address, asked):
+        monkeypatch.setattr(why, "_DEFAULT", f"http://{address}")
+        assert await run("ml/train-0") == 0
+        with pytest.raises(AgentError):
+            await run("ml/train-0", "--scheduler", f"http://{address}")
+    assert [line for line in asked if line.startswith("GET")] == [
+        "GET /explain?pod=ml/train-0&all=0 HTTP/1.1"
+    ]
+    with pytest.raises(AgentError, match="connection refused"):
+        await run("ml/train-0")
+
+
 async def test_a_pod_that_does_not_exist_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     """A script must not take it for an explained one."""
     unknown = msgspec.json.encode(Explanation("ml/x", "unknown", ("There is no pod ml/x.",)))

@@ -36,6 +36,7 @@ _EXAMPLES = f"""examples:
   vgpu-agent why ml/train-0 --json | jq .situation         for scripts
   vgpu-agent why ml/train-0 --scheduler https://127.0.0.1:3456 --ca-file ca.crt
 
+Without an address it also tries https, because the extender may serve with TLS.
 The exit status is 0 when the extender explained the pod, 1 when it could not be reached, was not
 ready or knows no such pod, 2 for wrong flags.
 {ENVIRONMENT} replaces the default address."""
@@ -90,7 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
     url = _url(arguments.scheduler)
     query = urllib.parse.urlencode({"pod": arguments.pod, "all": int(arguments.all)}, safe="/")
     path = f"{url.path.rstrip('/')}/explain?{query}"
-    status, body = _fetch(url, path, arguments)
+    try:
+        status, body = _fetch(url, path, arguments)
+    except AgentError:
+        found_with_tls = None
+        if not (arguments.scheduler or os.environ.get(ENVIRONMENT)):
+            found_with_tls = _with_tls(url, path, arguments)
+        if found_with_tls is None:
+            raise
+        status, body = found_with_tls
     found = _decoded(status, body, url)
     print(
         msgspec.json.format(body, indent=2).decode().strip()
@@ -115,11 +124,27 @@ def _url(flag: str | None) -> urllib.parse.SplitResult:
     return url
 
 
-def _fetch(
+def _with_tls(
     url: urllib.parse.SplitResult, path: str, arguments: argparse.Namespace
+) -> tuple[int, bytes] | None:
+    """Return the answer of an extender at the default address that serves with TLS; None without
+    one. No certificate is needed to believe what would be believed there without TLS.
+    """
+    try:
+        return _fetch(url._replace(scheme="https"), path, arguments, insecure=True)
+    except AgentError:
+        return None
+
+
+def _fetch(
+    url: urllib.parse.SplitResult,
+    path: str,
+    arguments: argparse.Namespace,
+    *,
+    insecure: bool = False,
 ) -> tuple[int, bytes]:
     where = f"{url.scheme}://{url.netloc}"
-    connection = _connection(url, arguments)
+    connection = _connection(url, arguments, insecure=insecure or arguments.insecure)
     try:
         connection.request("GET", path, headers={"Accept": "application/json"})
         answer = connection.getresponse()
@@ -158,7 +183,7 @@ def _fetch(
 
 
 def _connection(
-    url: urllib.parse.SplitResult, arguments: argparse.Namespace
+    url: urllib.parse.SplitResult, arguments: argparse.Namespace, *, insecure: bool
 ) -> http.client.HTTPConnection:
     host = url.hostname or ""
     if url.scheme == "http":
@@ -169,7 +194,7 @@ def _connection(
         raise ConfigError(
             [f"--ca-file: {arguments.ca_file}: {err.strerror or err}; expected certificates in PEM"]
         ) from err
-    if arguments.insecure:
+    if insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return http.client.HTTPSConnection(
