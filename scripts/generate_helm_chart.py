@@ -47,6 +47,12 @@ DOMAIN = "{{ .Values.globalDomain }}"
 _KEYS = r"name|policyName|app\.kubernetes\.io/name"
 
 
+# PodDisruptionBudgets are in policy/v1 from Kubernetes 1.21 on.
+_POLICY_VERSION = (
+    '{{ ternary "v1" "v1beta1" (semverCompare ">=1.21.0-0" .Capabilities.KubeVersion.Version) }}'
+)
+
+
 def replaced(text: str) -> str:
     """A manifest with the names of the kustomization replaced by those of the release."""
     text = text.replace("{{", '{{ "{{" }}')  # Prometheus' own templates, in alerts
@@ -73,6 +79,7 @@ def replaced(text: str) -> str:
             f'"system:serviceaccount:vgpu-agent:{account}"',
             f'"system:serviceaccount:{NAMESPACE}:{name}"',
         )
+    text = text.replace("apiVersion: policy/v1\n", f"apiVersion: policy/{_POLICY_VERSION}\n")
     text = text.replace('job="vgpu-agent"', f'job="{NAME}"')
     text = text.replace('job="vgpu-scheduler"', f'job="{SCHEDULER}"')
     # The labels that Helm's own tools look for, behind that of the kustomization.

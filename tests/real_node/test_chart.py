@@ -581,6 +581,17 @@ def test_a_change_of_kube_schedulers_configuration_starts_its_pods_anew(tmp_path
     assert templates(first) == templates(settings)
 
 
+@pytest.mark.parametrize(("version", "policy"), [("1.20.15", "v1beta1"), ("1.21.0", "v1")])
+def test_the_webhooks_budget_is_of_a_version_that_the_cluster_has(
+    version: str, policy: str, tmp_path: Path
+) -> None:
+    """policy/v1 is there from 1.21 on; an unknown kind fails the whole installation."""
+    values = {"components": {"webhook": True, "own-node-only": False}}
+    rendered = template(*_values(tmp_path, values), "--kube-version", version)
+    budget = rendered[("PodDisruptionBudget", "vgpu-agent", "vgpu-agent-webhook")]
+    assert budget["apiVersion"] == f"policy/{policy}"
+
+
 # They change the same fields: privileges, host PIDs, variables, the same folder.
 _OVERLAPPING = ["mig-monitor", "mig", "mps", "mps-host", "vgpu-control"]
 
