@@ -112,6 +112,53 @@ async def test_grants_from_before_the_start_are_found_and_the_decider_is_named(
     assert world.lines[1]["pod"] == "serve"
 
 
+async def restarted(world: World) -> list[str]:
+    """The next agent's lines, with GPU 0 and 1 held; the event of each, and of which pod."""
+    count = len(world.lines)
+    later = World(world.file)
+    later.clock.now = world.clock.now
+    later.log._looked, later.log._known = False, {}
+    reconcile(later.ledger, held(U0), held(U1, owner=SERVE), initial=True)
+    task = asyncio.ensure_future(later.log.run())
+    await eventually(lambda: len(later.lines) == count + 3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return [f"{line['event']} {line.get('pod', '')}".strip() for line in later.lines[count:]]
+
+
+async def test_a_grant_whose_pod_became_known_during_a_hand_over_is_granted(
+    tmp_path: Path,
+) -> None:
+    """The old agent has no line of it, because it did not know the pod, and its log is whole."""
+    world = World(tmp_path / "audit.jsonl")
+    world.log._add("started")
+    book(world.ledger, U0)
+    reconcile(world.ledger, held(U0))
+    await world.log.close()
+    assert [line["event"] for line in world.lines] == ["started", "granted", "stopped"]
+    world.clock.now += 2
+    assert await restarted(world) == ["started", "found train", "granted serve"]
+
+
+@pytest.mark.parametrize("cause", ["crash", "long ago", "rotated", "torn"])
+async def test_without_a_whole_log_of_the_agent_before_all_grants_are_found(
+    tmp_path: Path, cause: str
+) -> None:
+    """Lines may be missing, or another plugin may have granted meanwhile."""
+    world = World(tmp_path / "audit.jsonl")
+    if cause != "rotated":
+        world.log._add("started")
+    reconcile(world.ledger, held(U0))
+    await written(world)
+    if cause != "crash":
+        await world.log.close()
+    if cause == "torn":
+        with world.file.open("a") as file:
+            file.write("{}\n")
+    world.clock.now += 3600 if cause == "long ago" else 2
+    assert await restarted(world) == ["started", "found train", "found serve"]
+
+
 async def test_who_decided_is_read_from_the_evidence(tmp_path: Path) -> None:
     """A scheduler, or the agent itself."""
     world = World(tmp_path / "audit.jsonl")

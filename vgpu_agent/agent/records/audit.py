@@ -41,9 +41,17 @@ _KEPT_FILES = 4
 _MAX_WAITING = 10_000
 _WRITE_SECONDS = 10.0
 _RETRY_SECONDS = 10.0
+# A predecessor that stopped longer ago was not followed by this agent at once.
+_AT_ONCE_SECONDS = 300.0
+_READ_BACK_BYTES = 4 * 1024 * 1024
+_HOLDS = frozenset({"granted", "found", "changed"})
 _DECIDED = "decided by "
 _BY_KUBELET = "the kubelet, which chose the device ids"
 _MIB = 1024 * 1024
+
+
+# UID of the pod, container, resource
+_Holder = tuple[str, str, str]
 
 
 class AuditLog:
@@ -51,7 +59,9 @@ class AuditLog:
 
     State: the grants that have a line, and the lines that could not be written yet. Lines that
     still wait when the process ends are lost. The next process writes ``started``, and then a line
-    for each grant that it finds; a grant without one has ended in between.
+    for each grant that it finds; a grant without one has ended in between. Where the process before
+    has just ended in an orderly way, as in a hand-over, a grant without a line of that process is
+    ``granted``.
     """
 
     def __init__(
@@ -78,12 +88,18 @@ class AuditLog:
         self._thread = OwnThread("audit log")
         self._known: dict[int, Grant] = {}
         self._looked = False
+        # the containers of the process before, where its part of the file is whole
+        self._before: frozenset[_Holder] | None = None
         self._waiting: collections.deque[bytes] = collections.deque()
         self._lost = 0
         self._changes = log.ChangeFilter()
 
     async def run(self) -> None:
         """Write a line for each change of a grant, until cancelled."""
+        with contextlib.suppress(HostFileError):  # `write` reports a disk that does not answer
+            self._before = await self._thread.run(
+                self._path, self._predecessor, seconds=_WRITE_SECONDS
+            )
         self._add("started", version=__version__)
         while True:
             versions = Versions(self._ledger.revision)
@@ -117,8 +133,11 @@ class AuditLog:
             before = self._known.get(number)
             if before is None:
                 # At the first look, the ledger has what it found in the kubelet's records.
-                event = "granted" if self._looked and not grant.found else "found"
-                self._add(event, **self._facts(grant))
+                new = self._looked and not grant.found
+                facts = self._facts(grant)
+                if self._before is not None:
+                    new = new or _holder(facts) not in self._before
+                self._add("granted" if new else "found", **facts)
             elif (before.owner, before.shares) != (grant.owner, grant.shares):
                 self._add("changed", **self._facts(grant))
         self._known, self._looked = grants, True
@@ -186,6 +205,32 @@ class AuditLog:
 
     # -- in the thread -----------------------------------------------------------------------------
 
+    def _predecessor(self) -> frozenset[_Holder] | None:
+        """Return the containers of which the process before has written a line; None unless all its
+        lines are in the file and it has ended just now.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BACK_BYTES))
+                lines = file.read().splitlines()
+            if not lines or not self._just_stopped(msgspec.json.decode(lines[-1])):
+                return None
+            holders: set[_Holder] = set()
+            for line in reversed(lines):
+                facts = msgspec.json.decode(line)
+                if facts["event"] == "started":
+                    return frozenset(holders)
+                if facts["event"] in _HOLDS:
+                    holders.add(_holder(facts))
+        except (OSError, msgspec.DecodeError, KeyError, TypeError):
+            return None
+        return None
+
+    def _just_stopped(self, facts: dict[str, Any]) -> bool:
+        stopped_at: str = facts["at"]
+        since = _time(self._clock() - _AT_ONCE_SECONDS)
+        return facts["event"] == "stopped" and stopped_at >= since
+
     def _append(self, content: bytes) -> None:
         """Append to the file, after a rotation where it would become too large.
 
@@ -231,6 +276,10 @@ def _write_all(file: int, content: bytes) -> None:
     except OSError:
         os.ftruncate(file, size)
         raise
+
+
+def _holder(facts: dict[str, Any]) -> _Holder:
+    return facts["podUID"], facts["container"], facts["resource"]
 
 
 def _decider(grant: Grant) -> str:
