@@ -228,7 +228,7 @@ class Verification:
         records = await read_records(
             self._pod_resources,
             self._kubelet_settings.checkpoint_path,
-            wanted=lambda name: name not in only_counted,
+            is_wanted=lambda name: name not in only_counted,
         )
         now, shown_at = self._clock(), time.time()
         listed = (
