@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import pytest
@@ -34,12 +34,17 @@ class Agents:
         """An agent that serves the node."""
         agent = self.another()
         assert not await agent.find_predecessor(self.count_wait)
-        await agent.listen(_release)
+        await agent.listen(_release, _unlink)
         return agent
 
 
 async def _release() -> None:
     """Let go of nothing."""
+
+
+async def _unlink(_: Collection[str]) -> bool:
+    """Serve until the successor has registered."""
+    return True
 
 
 @pytest.fixture
@@ -60,9 +65,9 @@ async def test_an_agent_that_starts_waits_for_one_that_has_just_begun(agents: Ag
     while not agents.waits:  # noqa: ASYNC110 - what is waited for is a call
         await asyncio.sleep(0.01)
     assert not finding.done()
-    await first.listen(_release)
+    await first.listen(_release, _unlink)
     assert await finding
-    await second.take_over()
+    await second.take_over(["a/b"], _release)
     assert first.handed_over.is_set()
 
 
@@ -82,7 +87,7 @@ async def test_only_the_end_of_the_successor_counts(agents: Agents) -> None:
     await asyncio.sleep(0.05)  # it is accepted before the successor's
     second = agents.another()
     assert await second.find_predecessor(agents.count_wait)
-    await second.take_over()
+    await second.take_over(["a/b"], _release)
     idle.close()
     await asyncio.sleep(0.2)
     assert not first.successor_lost.is_set()

@@ -92,9 +92,9 @@ TASK_BACKOFF_MAX_SECONDS = 30.0
 # The longest time that plugin servers, and then the MPS daemons and the API server, have to stop.
 SHUTDOWN_SECONDS = 10.0
 _FREEZE_AFTER_SECONDS = 2.0  # see `run`
-# How long an agent that has taken over waits for the kubelet to ask for the lists, before it reads
-# the kubelet's records and answers calls.
-_LIST_SECONDS = 1.0
+# How long an agent that takes over waits for the kubelet to ask for the lists, before it reads the
+# kubelet's records and answers calls.
+_LIST_SECONDS = 3.0
 # The pause between two passes of `_follow_pods`: many pods at once change the cache a hundred times
 # in a row. Starts of containers do not wait for a pass: they compute the claims themselves.
 _COALESCING_SECONDS = 0.02
@@ -526,7 +526,7 @@ class Agent:
         self._mps.start()
         await self._offering.sync()
         self._start_loops(settings)
-        await self._succession.listen(self._hand_over)
+        await self._succession.listen(self._hand_over, self._offering.unlink)
         self._report.starting = ""
         inventory = self._gpu_watch.inventory.value
         _logger.info(
@@ -626,12 +626,16 @@ class Agent:
         self._allocator.ready.clear()
         self._offering.may_register.clear()
         await self._offering.sync()
-        await self._succession.take_over()
-        self._offering.may_register.set()
+        resources = [plugin.resource.name for plugin in self._offering.plugins]
+        await self._succession.take_over(resources, self._register)
         # reading at the same time would make the time without healthy ids longer
-        await self._offering.until_listed(_LIST_SECONDS)
+        await self._register()
         await self._grant_keeping.load()
         await self._verification.rebuild()
+
+    async def _register(self) -> None:
+        self._offering.may_register.set()
+        await self._offering.until_listed(_LIST_SECONDS)
 
     async def _hand_over(self) -> None:
         """Let go of the node: no loop that writes goes on, then no call is answered any more."""

@@ -2,9 +2,14 @@
 
 In a rolling update the new agent starts beside the old one (``maxSurge``). It reads GPUs, pods
 and the kubelet's records first. Then it asks the old one, over a socket in ``stateDirectory``, to
-let go, and registers with the kubelet as soon as the last stream of the old one has ended. So the
-kubelet has no healthy ids only for as long as a registration takes. Registering earlier would not
-help: kubelets up to 1.36 drop the new registration when the old stream ends (kubelet §3).
+let go. The old one ends its streams in a way that the kubelet does not notice
+(`DevicePlugin.unlink`), and goes on answering. The new one registers, and says so. Now the old one
+stops, and the new one reads what has changed meanwhile. So there are healthy ids all the time, and
+each call is answered by one of the two.
+
+Where the streams cannot be ended in that way, the new one registers as soon as the last of them has
+ended. Then the kubelet has no healthy ids for as long as a registration takes. Registering earlier
+would not help: kubelets up to 1.36 drop the new registration when the old stream ends (kubelet §3).
 
 A lock in the same directory, which ends with its process, is held by the agent that serves the
 node. So of two agents that start at the same time, the second waits until it can take over from the
@@ -14,8 +19,9 @@ The old agent then does nothing but wait for its end. If the new one dies first,
 again from the beginning. Two agents answer the kubelet or write to the cluster at the same time
 only where one of them hangs or has no socket, because a node without an agent would be worse.
 
-Each message is one line of JSON. The new agent sends `Request`, the old one answers `Answer`, and
-the connection stays open: its end tells the old agent that the new one is gone.
+Each message is one line of JSON. The new agent sends `Request`, and the old one answers `Answer`.
+If it still serves, the new one sends another line when it has registered, and gets another answer.
+The connection stays open: its end tells the old agent that the new one is gone.
 
 Used by `composition`.
 """
@@ -27,6 +33,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import time
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +46,7 @@ from vgpu_agent.grpc import sockets
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection, Iterable
 
     from vgpu_agent.journal import Journal
 
@@ -53,7 +60,8 @@ ANSWER_SECONDS = 30.0
 _LOCK_PAUSE_SECONDS = 0.2
 # A request that does not come at once is none of ours.
 _REQUEST_SECONDS = 5.0
-_LONGEST_LINE = 4096
+_LONGEST_LINE = 64 * 1024  # a resource name has less than 320 characters
+_REGISTERED = b'{"registered":true}\n'
 # The last line of a successor that has handed over in turn: its predecessor is not needed any more.
 _HANDED_ON = b"{}\n"
 
@@ -65,11 +73,16 @@ class Request(msgspec.Struct, frozen=True, rename="camel"):
         protocol: the version of this protocol.
         version: the version of the new agent, for the log.
         kubelet_directory: the directory of plugin sockets that it serves.
+        resources: the resources that it can register beside an agent that still serves them.
+        waits_until: when it gives up waiting for an answer, by the node's monotonic clock, in
+            seconds.
     """
 
     protocol: int
     version: str
     kubelet_directory: str
+    resources: tuple[str, ...] = ()
+    waits_until: float = 0.0
 
 
 class Answer(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -77,11 +90,13 @@ class Answer(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
     Attributes:
         released: the old agent answers no call of the kubelet and writes nothing any more.
+        serving: it answers calls until the new agent has registered, and asks for its next line.
         busy: another agent is taking over, or has.
         version: the version of the old agent, for the log.
     """
 
     released: bool = False
+    serving: bool = False
     busy: bool = False
     version: str = ""
 
@@ -167,18 +182,31 @@ class Succession:
             os.close(self._lock)
             self._lock = None
 
-    async def take_over(self) -> None:
+    async def take_over(
+        self, resources: Iterable[str], register: Callable[[], Awaitable[None]]
+    ) -> None:
         """Ask the predecessor to let go, and return when it has, or when it is gone. One that does
         not answer within `ANSWER_SECONDS`, or that refuses and does not end in that time, counts as
-        dead.
+        dead. ``register`` is awaited if this agent is to register its ``resources`` while the other
+        still serves them.
 
         Raises:
             AgentError: a third agent is taking over at the same time.
         """
         if self._reader is None or self._predecessor is None:
             return
-        request = Request(_PROTOCOL, __version__, self._kubelet_directory)
-        answer = await self._ask(self._reader, self._predecessor, request)
+        request = Request(
+            _PROTOCOL,
+            __version__,
+            self._kubelet_directory,
+            resources=tuple(resources),
+            waits_until=time.monotonic() + ANSWER_SECONDS,
+        )
+        message = msgspec.json.encode(request) + b"\n"
+        answer = await self._ask(self._reader, self._predecessor, message)
+        if answer is not None and answer.serving:
+            await register()
+            answer = await self._ask(self._reader, self._predecessor, _REGISTERED)
         if answer is not None and answer.released:
             # the connection stays open: its end would tell that this agent is gone
             self._journal.record("agent.took_over", predecessor=answer.version)
@@ -200,9 +228,14 @@ class Succession:
                 while not await self._claim():  # noqa: ASYNC110 - a lock of the kernel tells nobody
                     await asyncio.sleep(_LOCK_PAUSE_SECONDS)
 
-    async def listen(self, release: Callable[[], Awaitable[None]]) -> None:
+    async def listen(
+        self,
+        release: Callable[[], Awaitable[None]],
+        unlink: Callable[[Collection[str]], Awaitable[bool]],
+    ) -> None:
         """Let the next agent take over from now on; ``release`` ends all that two agents must not
-        do at the same time.
+        do at the same time. ``unlink`` prepares this one for another that registers the given
+        resources beside it, and tells whether that is possible.
 
         Where that is impossible, it is logged, and an upgrade has the gap of a restart.
         """
@@ -211,7 +244,7 @@ class Succession:
         try:
             listener = await asyncio.to_thread(_bind, unfinished)
             self._server = await asyncio.start_unix_server(
-                functools.partial(self._serve, release), sock=listener, limit=_LONGEST_LINE
+                functools.partial(self._serve, release, unlink), sock=listener, limit=_LONGEST_LINE
             )
             await asyncio.to_thread(os.replace, unfinished, self._path)
         except (ListenError, OSError) as err:
@@ -253,11 +286,11 @@ class Succession:
         self._release_lock()
 
     async def _ask(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes
     ) -> Answer | None:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                writer.write(msgspec.json.encode(request) + b"\n")
+                writer.write(message)
                 await writer.drain()
                 line = await reader.readline()
             return msgspec.json.decode(line, type=Answer) if line else None
@@ -276,6 +309,7 @@ class Succession:
     async def _serve(
         self,
         release: Callable[[], Awaitable[None]],
+        unlink: Callable[[Collection[str]], Awaitable[bool]],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -283,7 +317,7 @@ class Succession:
         handed_on = False
         try:
             with contextlib.suppress(OSError):
-                if await self._hand_over(release, reader, writer):
+                if await self._hand_over(release, unlink, reader, writer):
                     handed_on = await reader.readline() == _HANDED_ON
         finally:
             if writer is self._successor and self.handed_over.is_set() and not handed_on:
@@ -293,6 +327,7 @@ class Succession:
     async def _hand_over(
         self,
         release: Callable[[], Awaitable[None]],
+        unlink: Callable[[Collection[str]], Awaitable[bool]],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
@@ -313,6 +348,10 @@ class Succession:
         else:
             self._releasing, self._successor = True, writer
             try:
+                # An agent that hung in between must not touch the registration of the next one.
+                in_time = time.monotonic() < request.waits_until
+                if in_time and await unlink(request.resources):
+                    await _until_registered(reader, writer)
                 await release()
             finally:  # half released, this agent is of no use either
                 self._release_lock()
@@ -322,6 +361,15 @@ class Succession:
         writer.write(msgspec.json.encode(answer) + b"\n")
         await writer.drain()
         return answer.released
+
+
+async def _until_registered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Let the successor register, and return when it has, or when it is gone."""
+    with contextlib.suppress(TimeoutError, OSError, ValueError):  # ValueError: an endless line
+        async with asyncio.timeout(ANSWER_SECONDS):
+            writer.write(msgspec.json.encode(Answer(serving=True, version=__version__)) + b"\n")
+            await writer.drain()
+            await reader.readline()
 
 
 def _open(path: Path) -> int:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _SERVICE = "/v1beta1.DevicePlugin"
+OPTIONS = f"{_SERVICE}/GetDevicePluginOptions"
 
 
 class Backend(Protocol):
@@ -138,14 +139,16 @@ class PluginService:
         self._sent: tuple[Sequence[ListedDevice], float] | None = None
         self._lists_revision = lists_revision
         self.activity = Revision()  # advances when a stream opens, sends a list, or ends
+        self.options_asked = 0
         self.streams_opened = 0
         self.lists_sent = 0
+        self._kept = False
 
     @property
     def unary_methods(self) -> Mapping[str, UnaryMethod]:
         """The calls with one answer, by gRPC path."""
         return {
-            f"{_SERVICE}/GetDevicePluginOptions": self._options,
+            OPTIONS: self._options,
             f"{_SERVICE}/GetPreferredAllocation": self._prefer,
             f"{_SERVICE}/Allocate": self._allocate,
             f"{_SERVICE}/PreStartContainer": self._pre_start,
@@ -163,10 +166,10 @@ class PluginService:
 
     @property
     def last_sent(self) -> SentList | None:
-        """The list that was sent last, by whichever stream; None when no stream is open, or nothing
-        was ever sent.
+        """The list that was sent last, by whichever stream; None when nothing was ever sent, or
+        when no stream is open and `keep_list` was not called.
         """
-        if not self._open or self._sent is None:
+        if not (self._open or self._kept) or self._sent is None:
             return None
         devices, at = self._sent
         return SentList(devices, time.monotonic() - at)
@@ -175,12 +178,17 @@ class PluginService:
         """Let every stream return, which the kubelet sees as a clean end."""
         self._ending.set()
 
+    def keep_list(self) -> None:
+        """Note that the kubelet keeps the list that was sent last when the stream ends."""
+        self._kept = True
+
     async def prepare(self) -> None:
         """Encode the list once: what the encoder keeps makes the first list fast."""
         for _ in self._encoder.parts(self._backend.listing(self._resource.name)):
             await asyncio.sleep(0)
 
     async def _options(self, _: bytes) -> bytes:
+        self.options_asked += 1
         return codec.encode_options(
             pre_start_required=self._pre_start_required,
             offers_preference=self._resource.offers_preference,

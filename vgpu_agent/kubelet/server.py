@@ -15,11 +15,16 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Backoff, first_of, unless
-from vgpu_agent.errors import KubeletError, ListenError, RegistrationRefusedError
+from vgpu_agent.errors import (
+    KubeletError,
+    ListenError,
+    RegistrationRefusedError,
+    RequestRefusedError,
+)
 from vgpu_agent.grpc.server import GrpcServer, Limits
 from vgpu_agent.grpc.sockets import bind, identity, remove
 from vgpu_agent.kubelet import sockets
-from vgpu_agent.kubelet.plugin import PluginService
+from vgpu_agent.kubelet.plugin import OPTIONS, PluginService
 from vgpu_agent.kubelet.registration import ListenBackoff, NotListeningError, register
 from vgpu_agent.status import PluginState, PluginStatus
 
@@ -87,6 +92,7 @@ class DevicePlugin:
         self._has_successor = False
         self._streams_ended = asyncio.Event()
         self._may_register = may_register
+        self._has_waited = False  # for `may_register`, since the last round ended
         self._ended = asyncio.Event()
         self._ended.set()
         self._registered: _Instance | None = None
@@ -160,6 +166,29 @@ class DevicePlugin:
         self._stopping.set()
         await self._ended.wait()
 
+    async def unlink(self) -> bool:
+        """Prepare the kubelet for `end_streams`, and tell whether that worked.
+
+        When a stream of a resource ends, kubelets from 1.25 to 1.36 disconnect the client that
+        registered the resource last, whichever that is, and mark all ids Unhealthy. A registration
+        that fails makes them forget that client, and changes nothing else. So after such a
+        registration the end of the stream has no consequence (kubelet §3).
+        """
+        instance = self._registered
+        return instance is not None and await instance.unlink()
+
+    async def end_streams(self) -> None:
+        """End the streams after `unlink`. The kubelet keeps the healthy ids, and goes on calling
+        this agent until another one has registered.
+        """
+        if self._registered is not None:
+            await self._registered.end_streams()
+
+    async def until_disconnected(self) -> None:
+        """Wait until the kubelet has closed its connection, as long as draining may take."""
+        if self._registered is not None:
+            await self._registered.until_disconnected()
+
     async def hand_over(self) -> None:
         """Begin to end, and return when another agent can register: the stream has ended. The calls
         that are running are answered before, because the kubelet has no healthy ids from the end of
@@ -186,6 +215,8 @@ class DevicePlugin:
             lasted = False
         else:
             lasted = asyncio.get_running_loop().time() - began > STREAM_OPEN_TIMEOUT_SECONDS
+            # The end of the predecessor's stream may have taken this one along (kubelet §3).
+            lasted, self._has_waited = lasted or self._has_waited, False
         if self._stopping.is_set():
             return
         self.status.state = PluginState.WAITING
@@ -224,6 +255,7 @@ class DevicePlugin:
         if self._may_register is not None and not self._may_register.is_set():
             await instance.prepare()
             await self._may_register.wait()
+            self._has_waited = True
         while True:
             try:
                 await instance.register(REGISTER_TIMEOUT_SECONDS)
@@ -369,6 +401,7 @@ class _Instance:
         self._identity: SocketIdentity | None = None
         self._socket_seen = False
         self._leave_reason = ""
+        self._unlinked = self._called_back = False
         self._pre_start_required = (
             resource.pre_start_required if pre_start_required is None else pre_start_required
         )
@@ -421,6 +454,52 @@ class _Instance:
             timeout_seconds=timeout_seconds,
             on_connected=self._confirm_socket,
         )
+        self._called_back = self._service.options_asked > 0
+
+    async def unlink(self) -> bool:
+        """Make the kubelet forget the client of the resource by a registration that fails; tell
+        whether it failed as it was meant to. See `DevicePlugin.unlink`.
+        """
+        if not self._called_back:
+            # Up to 1.24 a kubelet connects after Register has succeeded. It would replace this
+            # endpoint by one that only refuses.
+            return False
+        refused = False
+
+        async def refuse(_: bytes) -> bytes:
+            nonlocal refused
+            refused = True
+            raise RequestRefusedError("this agent hands over to its successor")
+
+        name = sockets.new_socket_name(self._resource.name)
+        path = self._directory.directory / name
+        server = GrpcServer(unary={OPTIONS: refuse}, streams={}, limits=LIMITS)
+        try:
+            listener = await asyncio.to_thread(bind, path, "--kubelet-dir")
+        except ListenError:
+            return False
+        try:
+            await server.start(listener)
+            await register(
+                self._directory.directory / sockets.KUBELET_SOCKET,
+                endpoint=name,
+                resource=self._resource.name,
+                pre_start_required=self._pre_start_required,
+                timeout_seconds=REGISTER_TIMEOUT_SECONDS,
+            )
+        except KubeletError:
+            return refused
+        finally:
+            await server.drain(DRAIN_SECONDS)
+            listener.close()
+            await asyncio.to_thread(remove, path)
+        return False
+
+    async def end_streams(self) -> None:
+        """End the streams, and stay; calls are answered as before."""
+        self._unlinked = True
+        self._service.keep_list()
+        await self._end_streams()
 
     async def _confirm_socket(self) -> None:
         """Make sure that our socket is still there, now that a kubelet has accepted a connection.
@@ -482,6 +561,9 @@ class _Instance:
         take.
         """
         await self._server.wait_until_quiet(DRAIN_SECONDS)
+        await self._end_streams()
+
+    async def _end_streams(self) -> None:
         self._service.end_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
@@ -512,6 +594,8 @@ class _Instance:
             await asyncio.to_thread(remove, self._path)
 
     def _lost(self, kubelet: SocketIdentity) -> str:
+        if self._unlinked:
+            return ""
         if self._leave_reason:
             return self._leave_reason
         state = self._directory.state.value

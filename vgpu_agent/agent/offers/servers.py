@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from vgpu_agent.concurrency import Revision
+from vgpu_agent.concurrency import Revision, first_of
 from vgpu_agent.errors import OfferError
 from vgpu_agent.kubelet.codec import check_budget
 from vgpu_agent.kubelet.server import DevicePlugin
@@ -20,7 +20,7 @@ from vgpu_agent.nodes import SentCounts
 from vgpu_agent.status import Withheld
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.concurrency import Supervisor
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Resource
     from vgpu_agent.status import PluginStatus
+
+# How long after the end of a stream a busy kubelet may look for the client that it is to
+# disconnect. Nothing waits for this but the hand-over.
+UNLINK_SECONDS = 1.0
 
 
 def check_offer(resources: Iterable[Resource]) -> None:
@@ -205,6 +209,24 @@ class Offering:
         self._close()
         async with self._changing:
             await self._stop(list(self._plugins))
+
+    async def unlink(self, resources: Collection[str]) -> bool:
+        """End the streams of ``resources`` so that the kubelet keeps the healthy ids, and tell
+        whether it does. The agent goes on answering calls. Nothing is offered anew afterwards.
+        """
+        self._close()
+        async with self._changing:
+            plugins = [each for name, each in self._plugins.items() if name in resources]
+            if not plugins or not all(
+                await asyncio.gather(*(plugin.unlink() for plugin in plugins))
+            ):
+                return False
+            await asyncio.gather(*(plugin.end_streams() for plugin in plugins))
+            # The kubelet closes the connection when it marks the ids Unhealthy.
+            return not await first_of(
+                *(plugin.until_disconnected() for plugin in plugins),
+                timeout_seconds=UNLINK_SECONDS,
+            )
 
     async def hand_over(self) -> None:
         """Let go of every resource for good; return when another agent can register them. The

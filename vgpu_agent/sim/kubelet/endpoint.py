@@ -71,7 +71,7 @@ class Endpoint:
         self._hung_up = False
         self._watching: asyncio.Task[None] | None = None
 
-    async def connect(self) -> None:
+    async def connect(self, *, asks_options: bool = True) -> None:
         """Dial, and ask for the options, as kubelet does before it answers Register (kubelet V1).
 
         Raises:
@@ -84,6 +84,8 @@ class Endpoint:
             raise CallFailedError(
                 f"nobody answers on {self.socket_path} within {_DIAL_SECONDS:g} s"
             ) from err
+        if not asks_options:
+            return
         self.options = await self._call(
             "GetDevicePluginOptions", messages.Empty(), messages.DevicePluginOptions
         )

@@ -37,6 +37,10 @@ class Faults:
         refuse_version: Register is refused as a kubelet does that knows only another API version.
         register_delay_seconds: Register is answered this much later.
         failing_registrations: the number of next Register calls answered with UNAVAILABLE.
+        asks_no_options: the plugin is connected without GetDevicePluginOptions, as by a kubelet
+            before 1.25.
+        tells_clients_apart: the end of a stream concerns the client of that stream only, as in a
+            kubelet from 1.37 on.
         open_no_stream: after Register no ListAndWatch is opened.
         exhausted_lists: the number of next pod-resources List calls answered with
             RESOURCE_EXHAUSTED.
@@ -54,6 +58,8 @@ class Faults:
     refuse_version: bool = False
     register_delay_seconds: float = 0.0
     failing_registrations: int = 0
+    asks_no_options: bool = False
+    tells_clients_apart: bool = False
     open_no_stream: bool = False
     exhausted_lists: int = 0
     list_delay_seconds: float = 0.0

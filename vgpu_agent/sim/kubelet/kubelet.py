@@ -85,6 +85,8 @@ class SimulatedKubelet:
         self.pods: dict[str, Pod] = {}
         self._records = Records(self.plugins)
         self._endpoints: dict[str, Endpoint] = {}
+        # resource → the last registration, until a stream of the resource ends
+        self._clients: dict[str, Endpoint] = {}
         self._retired: list[Endpoint] = []  # replaced by a newer registration
         self._servers: list[Any] = []
         self._pod_resources = PodResources(
@@ -119,7 +121,7 @@ class SimulatedKubelet:
             await server.stop(None)
         for endpoint in [*self._endpoints.values(), *self._retired]:
             await endpoint.close()
-        self._servers, self._endpoints, self._retired = [], {}, []
+        self._servers, self._endpoints, self._clients, self._retired = [], {}, {}, []
 
     async def restart(self, *, away_seconds: float = 0.0) -> None:
         """Stop, stay away, and start again from the content of the checkpoint; pods run on."""
@@ -300,9 +302,11 @@ class SimulatedKubelet:
                 grpc.StatusCode.UNKNOWN, f'the ResourceName "{request.resource_name}" is invalid'
             )
         endpoint = Endpoint(request.resource_name, self.plugins / request.endpoint)
+        self._clients[request.resource_name] = endpoint
         try:
-            await endpoint.connect()
+            await endpoint.connect(asks_options=not self.faults.asks_no_options)
         except CallFailedError as err:
+            self._clients.pop(request.resource_name, None)
             await endpoint.close()
             await context.abort(
                 grpc.StatusCode.UNKNOWN,
@@ -334,19 +338,24 @@ class SimulatedKubelet:
         await self._note("list", endpoint.resource, endpoint=endpoint.socket_path.name, **facts)
 
     async def _stream_ended(self, endpoint: Endpoint, reason: str) -> None:
-        # Endpoints are known by resource only, so the end of an old stream takes down the client of
-        # a newer registration (kubelet §3).
+        # Clients are known by resource only, so the end of an old stream takes down the client of a
+        # newer registration, or none (kubelet §3).
+        client = self._clients.pop(endpoint.resource, None)
         current = self._endpoints.get(endpoint.resource)
-        if current is not None:
+        if self.faults.tells_clients_apart:
+            client = endpoint if current is endpoint else None
+        if client is not None and current is not None:
             current.stopped_at = current.stopped_at or time.monotonic()
             self._records.devices.setdefault(
                 endpoint.resource, ResourceDevices()
             ).mark_all_unhealthy()
-            if current is not endpoint:
-                await current.close()
-        await endpoint.hang_up()
+            await (client.hang_up() if client is endpoint else client.close())
         await self._note(
-            "stream ended", endpoint.resource, endpoint=endpoint.socket_path.name, reason=reason
+            "stream ended",
+            endpoint.resource,
+            endpoint=endpoint.socket_path.name,
+            reason=reason,
+            noticed=client is not None,
         )
 
     # Allocation
