@@ -8,11 +8,9 @@ folder; containers get the simulated device nodes from the same folder.
 from __future__ import annotations
 
 import asyncio
-import functools
 import http.client
 import shutil
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -89,8 +87,8 @@ class NodeAgent:
         replace_text(self.config, config.replace("FOLDER", str(self.folder)))
         self._node = node
         self._runner = asyncio.Runner()
-        self._new_process = functools.partial(
-            AgentProcess,
+        self.process = AgentProcess(
+            self.folder / "agent.log",
             kubelet=rig.kubelet_dir(node),
             simulate=self.simulated.directory,
             config=self.config,
@@ -106,7 +104,6 @@ class NodeAgent:
                 for name, value in constants.items()
             },
         )
-        self.process = self._new_process(self.folder / "agent.log")
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do something asynchronous to the process and wait for it."""
@@ -116,18 +113,6 @@ class NodeAgent:
         """Start the process and wait until it is ready."""
         self.run(self.process.start())
         self.run(self.process.until_ready())
-
-    def upgrade(self) -> AgentProcess:
-        """Start another process beside this one, and end this one as soon as the other is ready, as
-        a rolling update does. Returns the one that has ended.
-        """
-        old = self.process
-        self.process = self._new_process(self.folder / f"agent-{time.monotonic_ns()}.log")
-        try:
-            self.start()
-        finally:
-            self.run(old.terminate())
-        return old
 
     def close(self) -> None:
         """End the process and remove what it leaves."""

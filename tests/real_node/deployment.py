@@ -90,15 +90,20 @@ def _with_hami_core_in(objects: list[dict[str, Any]], folder: Path) -> None:
             volume["hostPath"]["path"] = str(folder / volume["name"])
 
 
+def image() -> Path:
+    """An archive with the agent's image, built if need be."""
+    # A fixed commit: the image is built anew when what is in it changes, and not for every commit.
+    command = [str(PROJECT / "scripts" / "image"), "--commit", "test"]
+    archive = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return Path(archive)
+
+
 @contextlib.contextmanager
 def simulated_node(rig: Rig) -> Iterator[Path]:
     """The agent's image and a folder with simulated GPUs and their library on the rig's node, and
     the node labelled as one that has GPUs.
     """
-    # A fixed commit: the image is built anew when what is in it changes, and not for every commit.
-    command = [str(PROJECT / "scripts" / "image"), "--commit", "test"]
-    archive = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    rig.import_image(Path(archive))
+    rig.import_image(image())
     folder = Path(tempfile.mkdtemp(prefix="vgm", dir="/tmp"))
     folder.chmod(0o755)
     SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2)
@@ -151,6 +156,7 @@ def room_for_components(rig: Rig) -> Iterator[None]:
         rig.kubectl("delete", "--ignore-not-found", *files)
 
 
-def wait_until_rolled_out(rig: Rig) -> None:
-    """Until the DaemonSet's pod is the one of its template and Ready."""
-    rig.kubectl("rollout", "status", "daemonset/vgpu-agent", "-n", NAMESPACE, "--timeout=60s")
+def wait_until_rolled_out(rig: Rig, seconds: int = 60) -> None:
+    """Until the DaemonSet's pod is the one of its template and Ready, at most for ``seconds``."""
+    limit = f"--timeout={seconds}s"
+    rig.kubectl("rollout", "status", "daemonset/vgpu-agent", "-n", NAMESPACE, limit)

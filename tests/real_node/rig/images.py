@@ -135,6 +135,43 @@ def write_image(path: Path, reference: str, layer: bytes, config: dict[str, Any]
             )
 
 
+def write_rebuilt_image(path: Path, reference: str, archive: Path) -> None:
+    """Write the image of the OCI ``archive`` with one more layer under the name ``reference``: what
+    a node has to unpack when an image was built again.
+    """
+    layer = _layer(lambda tar: _add_file(tar, "rebuilt", reference.encode(), mode=0o644))
+    packed = gzip.compress(layer, 1, mtime=0)
+    with tarfile.open(archive) as tar:
+        blobs = {
+            "sha256:" + entry.name.rpartition("/")[2]: _content(tar, entry.name)
+            for entry in tar
+            if entry.isfile() and entry.name.startswith("blobs/")
+        }
+        (listed,) = json.loads(_content(tar, "index.json"))["manifests"]
+    manifest = json.loads(blobs.pop(listed["digest"]))
+    config = json.loads(blobs.pop(manifest["config"]["digest"]))
+    config["rootfs"]["diff_ids"].append(_sha256(layer))
+    config["history"].append({"created": "1970-01-01T00:00:00Z", "created_by": "rebuilt"})
+    manifest["config"] = _descriptor(manifest["config"]["mediaType"], _json(config))
+    manifest["layers"].append(_descriptor("application/vnd.oci.image.layer.v1.tar+gzip", packed))
+    listed |= _descriptor(listed["mediaType"], _json(manifest)) | {
+        "annotations": {"io.containerd.image.name": reference}
+    }
+    with tarfile.open(path, "w") as tar:
+        _add_file(tar, "oci-layout", _json({"imageLayoutVersion": "1.0.0"}), mode=0o644)
+        _add_file(tar, "index.json", _json({"schemaVersion": 2, "manifests": [listed]}), mode=0o644)
+        for blob in (*blobs.values(), packed, _json(config), _json(manifest)):
+            _add_file(
+                tar, f"blobs/sha256/{_sha256(blob).removeprefix('sha256:')}", blob, mode=0o644
+            )
+
+
+def _content(tar: tarfile.TarFile, name: str) -> bytes:
+    file = tar.extractfile(name)
+    assert file is not None, name
+    return file.read()
+
+
 def installed_files(distribution: str) -> dict[str, list[Path]]:
     """Return name → files of each distribution that ``distribution`` needs at run time,
     itself included, without scripts.
