@@ -485,7 +485,7 @@ def test_an_ill_gpu_says_since_when_what_helps_and_when_it_is_offered_again(
         for each in card.walk()
         if each.tag == "time"
     }
-    assert times == {"ago": "2027-01-15T07:59:30Z", "until": "2027-01-15T08:00:30Z"}
+    assert times == {"since": "2027-01-15T07:59:30Z", "until": "2027-01-15T08:00:30Z"}
 
 
 def test_a_card_compares_what_is_given_with_what_is_used(full_node: AgentStatus) -> None:
@@ -556,6 +556,18 @@ def test_the_last_hour_is_told_newest_first_and_bounded() -> None:
     assert [event.at for event in told] == sorted((event.at for event in told), reverse=True)
     assert told[0].sentence == "GPU 1 is healthy again"
     assert len(timeline.latest(entries[:60], NOW, {})) == 20
+
+
+def test_a_pod_without_a_share_is_not_said_to_have_one() -> None:
+    """Where a share is decided at the start, the kubelet's records name the container before that,
+    and the start may be refused.
+    """
+    facts: dict[str, object] = {"pod": "ml/a", "container": "main", "devices": []}
+    assert timeline.told(Entry(NOW, "ledger.named", facts), {}) is None
+    facts["devices"] = ["GPU-1 4096 MiB 10 %"]
+    named = timeline.told(Entry(NOW, "ledger.named", facts), {"GPU-1": 1})
+    assert named is not None
+    assert named.sentence == "ml/a, container main has 4096 MiB 10 % of GPU 1"
 
 
 def test_events_of_one_moment_have_ids_of_their_own() -> None:

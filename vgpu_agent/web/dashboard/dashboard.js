@@ -20,9 +20,12 @@
     for (const time of document.getElementsByTagName("time")) {
       if (!time.dataset.clock) time.dataset.clock = time.textContent;
       const seconds = (Date.parse(time.dateTime) - now) / 1000;
-      const told = time.className === "until"
-        ? `at ${time.dataset.clock}, ${seconds > 0 ? `in ${span(seconds)}` : "due now"}`
-        : `${span(-seconds)} ago`;
+      const ways = {
+        ago: () => `${span(-seconds)} ago`,
+        since: () => `${time.dataset.clock} (${span(-seconds)})`,
+        until: () => `at ${time.dataset.clock}, ${seconds > 0 ? `in ${span(seconds)}` : "due now"}`,
+      };
+      const told = ways[time.className]();
       if (time.textContent !== told) time.textContent = told;
       time.title = time.dateTime;
     }
@@ -52,8 +55,19 @@
       const part = document.getElementById(id);
       if (!part) continue;
       if (part.tagName === "rect") part.setAttribute("width", content);
-      else part.innerHTML = content; // the server has escaped every text in it
+      else replace(part, content);
     }
+  }
+
+  // The link that takes the place of one with the focus has the focus then.
+  function replace(part, content) {
+    const focus = document.activeElement;
+    const href = part.contains(focus) ? focus.href : "";
+    const alike = () => [...part.getElementsByTagName("a")].filter((link) => link.href === href);
+    const place = href ? alike().indexOf(focus) : 0;
+    part.innerHTML = content; // the server has escaped every text in it
+    const links = href ? alike() : [];
+    if (links.length) (links[place] || links[0]).focus({ preventScroll: true });
   }
 
   function show(mood, words) {

@@ -114,9 +114,10 @@ def document(dashboard: Dashboard, now: float, searched: str, found: str) -> str
         '<script src="dashboard.js" defer></script></head>'
         f'<body data-version="{dashboard.version}" data-now="{now * 1000:.0f}">'
         f'<header id="head">{dashboard.html("head")}</header><form role="search">'
-        '<input name="pod" type="search" aria-label="Pod" placeholder="Why is this pod here? '
-        f'NAMESPACE/NAME" maxlength="{LONGEST_SEARCH}" value="{text(searched)}">'
-        '<button>Search</button><span id="live" class="pill plain">State of '
+        '<label for="pod">Why is a pod where it is?</label>'
+        '<input id="pod" name="pod" type="search" placeholder="NAMESPACE/NAME" '
+        f'maxlength="{LONGEST_SEARCH}" value="{text(searched)}">'
+        '<button>Search</button><span id="live" class="pill plain" role="status">State of '
         f"{_time(now)}</span></form>{result}"
         f'<main id="main">{dashboard.html("main")}</main>'
         '<footer class="quiet"><a href="metrics">metrics</a> · '
@@ -354,11 +355,12 @@ def _meter(
     given_percent: float,
 ) -> str:
     return (
-        f"<p class=meter><b>{name}</b></p>"
-        '<svg class=bar viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true">'
+        f'<p class=meter id="{part}n"><b>{name}</b></p>'
+        '<svg class=bar viewBox="0 0 100 8" preserveAspectRatio="none" role=img '
+        f'aria-labelledby="{part}n {part}l">'
         f"{made.bar(f'{part}bg', given_percent, css='given')}"
         f"{made.bar(f'{part}bu', used_percent, css='used')}</svg>"
-        f"<p class=legend><span class=used>used {used}</span> "
+        f'<p class=legend id="{part}l"><span class=used>used {used}</span> '
         f"<span class=given>given {given}</span></p>"
     )
 
@@ -389,7 +391,7 @@ def _illness(health: Health, gpu: str, now: float) -> str:
     facts = [f"<p class=cause>{_reason(health.reason or 'it no longer answers')}</p>"]
     if others:
         facts.append(f"<p>Also: {_reason(', '.join(others))}</p>")
-    when = f"Since {_time(health.since)}. " if health.since and not health.ok else ""
+    when = f"Since {_time(health.since, css='since')}. " if health.since and not health.ok else ""
     if health.answers is not None:
         when += "It answers now. " if health.answers else "It does not answer. "
     if health.offered_at > now:
@@ -449,7 +451,7 @@ def _waiting(status: AgentStatus) -> dict[str, str]:
         again = "" if refusal.final else "; it is tried again"
         items[_item("r", refusal.pod.kubelet_uid, refusal.container)] = (
             f"{_pod(refusal.pod.full_name)} <span class=quiet>{text(refusal.container)}</span> "
-            f"{_pill(Mood.BAD, 'cannot start')} since {_time(refusal.since)}{again}: "
+            f"{_pill(Mood.BAD, 'cannot start')} since {_time(refusal.since, css='since')}{again}: "
             f"{_reason(reason)}"
         )
     for use in status.ledger.uses:
@@ -457,7 +459,8 @@ def _waiting(status: AgentStatus) -> dict[str, str]:
             freed = uses.freed_by(use) if use.family else ""
             until = f"; it is free after {text(freed)}" if freed else ""
             items[_item("c", claim.pod_uid, use.gpu)] = (
-                f"{_pod(claim.pod)} {_pill(Mood.PLAIN, 'waits')} since {_time(claim.since)} for "
+                f"{_pod(claim.pod)} {_pill(Mood.PLAIN, 'waits')} "
+                f"since {_time(claim.since, css='since')} for "
                 f"{text(uses.called(status, (use.gpu,)))}{until}"
             )
     return items

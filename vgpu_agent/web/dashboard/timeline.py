@@ -69,6 +69,8 @@ def told(entry: Entry, gpus: Mapping[str, int]) -> Event | None:
     """Return the event of one entry, without an id; None if the page does not show it."""
     if not (known := _SENTENCES.get(entry.event)):
         return None
+    if entry.event == "ledger.named" and not entry.facts.get("devices", True):
+        return None  # it has no share yet, and may not get one
     mood, sentence = known
     if entry.event == "gpu.xid" and entry.facts.get("ignored"):
         mood = Mood.PLAIN
