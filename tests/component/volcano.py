@@ -85,10 +85,21 @@ class VolcanoStage:
         constants: the agent's constants that have other values; see `AgentProcess`.
     """
 
-    def __init__(self, folder: Path, *, model: str = "A10", **cluster: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: str = "A10",
+        uuids: Sequence[str] = (U0, U1),
+        **cluster: Any,
+    ) -> None:
         self.folder = folder
         self.gpus = SimulatedNode.create(
-            folder / "gpus", model=model, gpus=2, numa=[0, 1], uuids=[U0, U1]
+            folder / "gpus",
+            model=model,
+            gpus=len(uuids),
+            numa=[2 * place // len(uuids) for place in range(len(uuids))],
+            uuids=uuids,
         )
         self.cluster = SimulatedCluster(folder / "cluster", node=NODE, **cluster)
         self.config = folder / "config.yaml"
