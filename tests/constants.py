@@ -54,6 +54,8 @@ MPS_CONTAINER_ROOT = "vgpu_agent.isolation.mps:CONTAINER_ROOT"
 MPS_CONTROL_BINARY = "vgpu_agent.mps.host_tools:CONTROL_BINARY"
 MPS_SMI_BINARY = "vgpu_agent.mps.host_tools:SMI_BINARY"
 SYSFS_ROOT = "vgpu_agent.config.settings:SYSFS_ROOT"
+PAGE_REFRESH = "vgpu_agent.web.dashboard.stream:REFRESH_SECONDS"
+EVENTS_LOOK = "vgpu_agent.cluster.gpu_events:LOOK_SECONDS"
 SOCKET_POLL = "vgpu_agent.kubelet.directory:POLL_SECONDS"
 
 

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Entry
     from vgpu_agent.ledger.accounting import Overcommit
     from vgpu_agent.ledger.uses import GpuUse, HeldBack
-    from vgpu_agent.model import ContainerUsage, ControlledUse, DeviceRoom, GpuUsage, Grant
+    from vgpu_agent.model import (
+        ContainerUsage,
+        ControlledUse,
+        DeviceRoom,
+        GpuUsage,
+        Grant,
+        MigInstance,
+    )
     from vgpu_agent.pods import Pod
 
 
@@ -143,6 +150,17 @@ class XidSeen(msgspec.Struct, frozen=True):
     count: int = 1
     gpu_instance: int | None = None
     compute_instance: int | None = None
+
+    def concerns(self, instance: MigInstance | None) -> bool:
+        """Tell whether it may concern a MIG instance, or with None the whole GPU. One without ids
+        concerns all of the GPU.
+        """
+        if instance is None or self.gpu_instance is None:
+            return True
+        return self.gpu_instance == instance.gpu_instance_id and self.compute_instance in {
+            None,
+            instance.compute_instance_id,
+        }
 
 
 class Histogram(msgspec.Struct):
@@ -478,6 +496,12 @@ class ProblemKind(enum.StrEnum):
     RESOURCE = "resource"
     TASK = "task"
 
+
+# Remedies that the log and the list of problems have in common.
+START_KUBELET = "start the kubelet, or correct the directory in which its socket is looked for"
+CORRECT_CONFIGURATION = "correct it, nothing has to be restarted"
+MAKE_ROOM = "make it a directory with room in which the agent can write"
+BRING_API_SERVER_BACK = "bring the API server back; nothing has to be restarted"
 
 # The most subjects in the words of a problem. A node with MIG may have a dozen resources.
 _NAMED_SUBJECTS = 4

@@ -164,7 +164,8 @@ async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_pa
     async with parts(tmp_path) as node:
         assert node.not_ready == {
             "resource nvidia.com/gpu": (
-                f"waiting for the kubelet: there is no {tmp_path}/device-plugins/kubelet.sock"
+                f"waiting for the kubelet: there is no {tmp_path}/device-plugins/kubelet.sock; "
+                "start the kubelet, or correct the directory in which its socket is looked for"
             )
         }
         assert node.not_alive == {}

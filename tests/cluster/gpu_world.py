@@ -13,7 +13,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.journal import Journal
 from vgpu_agent.model import Gpu, Grant, Health, Inventory, MigInstance, Owner, Share
 from vgpu_agent.nodes import Node
-from vgpu_agent.status import NvmlState, NvmlStatus
+from vgpu_agent.status import NvmlState, NvmlStatus, Problem
 
 U0, U1 = "GPU-00000000-0000-0000-0000-000000000000", "GPU-11111111-1111-1111-1111-111111111111"
 M0 = "MIG-00000000-0000-0000-0000-000000000000"
@@ -52,6 +52,7 @@ class World:
         self.inventory = Latest(Inventory(1, gpus or (gpu(0, U0), gpu(1, U1))))
         self.driver = NvmlStatus(state=NvmlState.ANSWERING)
         self.libraries: dict[str, str] = {}
+        self.problems: list[Problem] = []
         self.node = Node("n1", "node-uid")
         self.grants = [grant(1, "a", U0), grant(2, "b", U1)]
         for name in "ab":
@@ -66,6 +67,7 @@ class World:
             lambda: self.driver,
             lambda: self.grants,
             lambda: self.libraries,
+            problems=lambda: self.problems,
         )
 
     @staticmethod

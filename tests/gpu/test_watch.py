@@ -97,6 +97,7 @@ async def test_an_xid_makes_the_gpu_unhealthy_at_once(node: SimulatedNode) -> No
             "gpu": node.uuids[1],
             "xid": 79,
             "meaning": "XID 79: the GPU has fallen off the bus",
+            "remedy": Remedy.REBOOT_OR_REPLACE.sentence(""),
             "ignored": False,
         }
         assert watched.journal.entries[-1].event == "gpu.unhealthy"
@@ -152,6 +153,7 @@ async def test_an_ignored_xid_is_recorded_and_changes_nothing(node: SimulatedNod
         entry = await watched.recorded("gpu.xid")
 
         assert entry.facts["ignored"] is True
+        assert entry.facts["remedy"] == Remedy.APPLICATION.sentence("")
         assert watched.gpu(node.uuids[0]).health.ok
         assert watched.watch.inventory.version == 1
 

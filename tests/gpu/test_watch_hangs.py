@@ -20,6 +20,7 @@ from vgpu_agent.errors import NvmlHungError
 from vgpu_agent.gpu import thread
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
+from vgpu_agent.model import Remedy
 from vgpu_agent.sim.state import SimulatedNode
 from vgpu_agent.status import NvmlState
 
@@ -35,7 +36,12 @@ async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNo
         node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
         status = watched.watch.status
-        assert entry.facts == {"call": "nvmlDeviceGetTemperature", "gpu": node.uuids[1]}
+        remedy = Remedy.DRIVER.sentence("")
+        assert entry.facts == {
+            "call": "nvmlDeviceGetTemperature",
+            "gpu": node.uuids[1],
+            "remedy": remedy,
+        }
         assert (status.state, status.call, status.gpu) == (
             NvmlState.HUNG,
             "nvmlDeviceGetTemperature",
@@ -118,7 +124,8 @@ async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNod
         node.fault("nvmlEventSetWait", times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
         node.clear_faults()
-        assert entry.facts == {"call": "nvmlEventSetWait_v2", "gpu": ""}
+        remedy = Remedy.DRIVER.sentence("")
+        assert entry.facts == {"call": "nvmlEventSetWait_v2", "gpu": "", "remedy": remedy}
         await watched.recorded("nvml.answering")
         assert all(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)
 

@@ -12,7 +12,7 @@ from tests import constants
 from tests.gpu.watched import SOON_HUNG, found, watching
 from tests.patience import FOR_EVER_SECONDS, eventually
 from vgpu_agent.errors import NvmlHungError
-from vgpu_agent.model import Inventory
+from vgpu_agent.model import Inventory, Remedy
 from vgpu_agent.sim.state import ProcessUse, SimulatedNode
 
 MIG_EVENT = 0x100
@@ -224,7 +224,12 @@ async def test_a_look_that_hangs_is_a_hang_like_any_other(node: SimulatedNode) -
             times=1,
         )
         entry = await watched.recorded("nvml.hung")
-        assert entry.facts == {"call": "nvmlDeviceGetMigMode", "gpu": node.uuids[2]}
+        remedy = Remedy.DRIVER.sentence("")
+        assert entry.facts == {
+            "call": "nvmlDeviceGetMigMode",
+            "gpu": node.uuids[2],
+            "remedy": remedy,
+        }
         with pytest.raises(NvmlHungError):
             await watched.watch._look()
 

@@ -20,7 +20,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet import inotify
 from vgpu_agent.kubelet.directory import DirectoryState, DirectoryWatch
 from vgpu_agent.kubelet.inotify import Inotify
-from vgpu_agent.status import KubeletStatus
+from vgpu_agent.status import START_KUBELET, KubeletStatus
 
 SLOW_POLL_SECONDS = 60.0  # so that only inotify can explain what a test sees
 
@@ -111,13 +111,16 @@ async def test_a_kubelet_restart_is_another_socket_of_the_same_name(watched: Wat
 
 
 async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -> None:
-    """At the start at once, later when the kubelet is away for longer than a poll:
-    each time one line, however long it lasts.
+    """At the start at once, and as a warning with the remedy when the kubelet is away for longer
+    than a poll: each one line, however long it lasts.
     """
     watched = Watched(plugins, 0.05)
     await watched.until(lambda: watched.beats > 3)
-    assert watched.events() == ["kubelet.waiting"]
-    assert watched.journal.entries[0].facts == {"socket": str(plugins / "kubelet.sock")}
+    assert watched.events() == ["kubelet.waiting", "kubelet.waiting"]
+    first, lasting = watched.journal.entries
+    socket = str(plugins / "kubelet.sock")
+    assert first.facts == {"socket": socket}
+    assert lasting.facts == {"socket": socket, "remedy": START_KUBELET}
 
     with bind(plugins / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
@@ -127,6 +130,7 @@ async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -
     await watched.stop()
 
     assert watched.events() == [
+        "kubelet.waiting",
         "kubelet.waiting",
         "kubelet.socket_found",
         "kubelet.socket_missing",

@@ -111,8 +111,14 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     verdict = probes.ready(node, NOW, verbose=True)
     assert verdict.ok
     assert verdict.text.splitlines() == [
-        "[~] config: the newest configuration is not in force: config.yaml:3: no",
-        "[~] config: the newest configuration is not in force: label a/b: nor",
+        (
+            "[~] config: the newest configuration is not in force: config.yaml:3: no; correct it, "
+            "nothing has to be restarted"
+        ),
+        (
+            "[~] config: the newest configuration is not in force: label a/b: nor; correct it, "
+            "nothing has to be restarted"
+        ),
         "[~] nvml: hung, in nvmlDeviceGetCount_v2",
         "[~] kubelet: no socket in /var/lib/kubelet",
         "[~] resource nvidia.com/gpu: waiting for kubelet, stream closed, 10 of 20 ids healthy",

@@ -17,6 +17,7 @@ import functools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,12 +78,13 @@ from vgpu_agent.runtime.region_slots import RegionSlots
 from vgpu_agent.status import KubeletStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.config.load import Loaded
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.isolation.mps import MpsView
+    from vgpu_agent.status import Problem
 
 _logger = log.get(__name__)
 
@@ -520,6 +522,7 @@ class Agent:
                 grants=lambda: self._ledger.grants,
                 libraries=lambda: self._families.missing_libraries,
                 labels=self._families.node_labels,
+                problems=self._problems,
             ),
         )
         await self._cluster.until_node_written(api_server.START_WAIT_SECONDS)
@@ -733,6 +736,12 @@ class Agent:
         self._gpu_watch.apply(settings.gpu)
         await self._know_holders()
         await self._offering.sync()
+
+    def _problems(self) -> Iterable[Problem]:
+        # not before the first registration, as all of the web server
+        from vgpu_agent.web import problems  # noqa: PLC0415
+
+        return problems.known(self._report.status(), time.time())
 
     def _tokens(self, pod_uid: str) -> tuple[str, ...]:
         """The tokens of a pod's grants, also of those that ended

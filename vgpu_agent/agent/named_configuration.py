@@ -30,6 +30,7 @@ from vgpu_agent.config.documents import Choice
 from vgpu_agent.config.families import plugin_document
 from vgpu_agent.errors import ClusterError, ConfigError
 from vgpu_agent.journal import Journal
+from vgpu_agent.status import CORRECT_CONFIGURATION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,6 +167,7 @@ class NamedConfiguration:
                 level="error",
                 problems=err.problems,
                 in_force="the named configuration in force before the restart",
+                remedy=CORRECT_CONFIGURATION,
             )
             return loaded
 

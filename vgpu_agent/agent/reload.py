@@ -13,6 +13,7 @@ from vgpu_agent import log
 from vgpu_agent.config.difference import in_force, reloadable_difference
 from vgpu_agent.config.watch import changes
 from vgpu_agent.errors import ConfigError
+from vgpu_agent.status import CORRECT_CONFIGURATION
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -106,4 +107,5 @@ class Reload:
             level="error",
             problems=err.problems,
             in_force="the previous settings",
+            remedy=CORRECT_CONFIGURATION,
         )

@@ -19,8 +19,9 @@ from vgpu_agent import __version__
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.config import schema
 from vgpu_agent.device_ids import NumberedIds
-from vgpu_agent.model import Decider
+from vgpu_agent.model import Decider, Remedy
 from vgpu_agent.status import (
+    START_KUBELET,
     AgentStatus,
     BindingStatus,
     CdiStatus,
@@ -243,7 +244,7 @@ class Report:
                 ProblemKind.NVML,
                 subject="",
                 text=f"{nvml.call}{of_gpu} has not returned for {time.time() - nvml.since:.0f} s",
-                remedy="see dmesg",
+                remedy=Remedy.DRIVER.sentence(nvml.gpu),
             )
         elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
             yield Problem(
@@ -254,12 +255,16 @@ class Report:
         for resource, reason in self.offering.withheld.items():
             yield Problem(ProblemKind.RESOURCE, resource, reason)
         plugins = self.offering.statuses
-        if not plugins and not self.offering.withheld and not self.starting:
+        read = nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}
+        if read and not plugins and not self.offering.withheld and not self.starting:
             reason, remedy = self._why_nothing_is_offered()
             yield Problem(ProblemKind.GPUS, subject="", text=reason, remedy=remedy)
         for plugin in plugins:
             if not plugin.ready:
-                yield Problem(ProblemKind.RESOURCE, plugin.resource, self._why_not_ready(plugin))
+                reason, remedy = self._why_not_ready(plugin)
+                yield Problem(
+                    ProblemKind.RESOURCE, subject=plugin.resource, text=reason, remedy=remedy
+                )
 
     def _why_nothing_is_offered(self) -> tuple[str, str]:
         """Return the reason why nothing is offered, and the remedy or where to find more."""
@@ -275,19 +280,22 @@ class Report:
             return f"nothing of this node's {gpus} GPUs is offered", remedy
         return "this node has no GPU to offer", "/debug/devices says which cards did not answer"
 
-    def _why_not_ready(self, plugin: PluginStatus) -> str:
-        if plugin.state is PluginState.WAITING and self.kubelet_status.directory_trouble:
-            return f"waiting for the kubelet: {self.kubelet_status.directory_trouble}"
-        if plugin.state is PluginState.WAITING and not self.kubelet_status.socket_present:
-            return (
-                f"waiting for the kubelet: there is no {self.kubelet_status.directory}/kubelet.sock"
-            )
+    def _why_not_ready(self, plugin: PluginStatus) -> tuple[str, str]:
+        """Return why pods cannot be admitted to a resource, and the remedy."""
+        if plugin.state is PluginState.WAITING:
+            if self.kubelet_status.directory_trouble:
+                return f"waiting for the kubelet: {self.kubelet_status.directory_trouble}", ""
+            if not self.kubelet_status.socket_present:
+                return (
+                    f"waiting for the kubelet: there is no {self.kubelet_status.directory}/kubelet.sock",
+                    START_KUBELET,
+                )
         state = (
             "registered, but the kubelet has not opened the stream of the list"
             if plugin.state is PluginState.REGISTERED
             else plugin.state.value
         )
-        return f"{state}; {plugin.last_error}" if plugin.last_error else state
+        return (f"{state}; {plugin.last_error}" if plugin.last_error else state), ""
 
     def _not_alive(self) -> Iterator[Problem]:
         now = time.time()

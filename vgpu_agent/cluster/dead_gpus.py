@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from vgpu_agent.concurrency import Latest
-    from vgpu_agent.model import Gpu, Grant, Inventory, MigInstance
+    from vgpu_agent.model import Gpu, Grant, Inventory, MigInstance, Remedy
     from vgpu_agent.pods import Pod, PodCache
-    from vgpu_agent.status import NvmlStatus
+    from vgpu_agent.status import NvmlStatus, Problem
 
 _NO_LONGER_ANSWERS = "it no longer answers"
 
@@ -34,6 +34,7 @@ class GpuFacts:
         grants: returns the present grants.
         libraries: returns isolation backend → why its library is missing on this node.
         labels: returns the labels that describe the GPUs; None while no GPU answers.
+        problems: returns all problems of the node, as ``vgpu-agent status`` lists them.
     """
 
     inventory: Latest[Inventory]
@@ -41,6 +42,7 @@ class GpuFacts:
     grants: Callable[[], Iterable[Grant]]
     libraries: Callable[[], Mapping[str, str]] = dict
     labels: Callable[[], Mapping[str, str] | None] = dict
+    problems: Callable[[], Iterable[Problem]] = tuple
 
 
 class DeadDevice(msgspec.Struct, frozen=True):
@@ -51,6 +53,9 @@ class DeadDevice(msgspec.Struct, frozen=True):
         name: its name in messages, e.g. ``GPU 0 (GPU-…)``.
         why: one clause for people.
         lost: its GPU no longer answers or is gone; otherwise it is present and unhealthy.
+        gpu: the UUID of its GPU.
+        index: the number of its GPU.
+        remedy: what helps; None when that is not known.
         since: unix seconds of the change; 0 when it is not known.
     """
 
@@ -58,6 +63,9 @@ class DeadDevice(msgspec.Struct, frozen=True):
     name: str
     why: str
     lost: bool
+    gpu: str = ""
+    index: int = 0
+    remedy: Remedy | None = None
     since: float = 0.0
 
 
@@ -129,8 +137,17 @@ def gpu_name(gpu: Gpu) -> str:
 def _dead_gpu(gpu: Gpu) -> DeadDevice | None:
     if gpu.present and gpu.health.ok:
         return None
-    why = gpu.health.reason or _NO_LONGER_ANSWERS
-    return DeadDevice(gpu.uuid, gpu_name(gpu), why, lost=not gpu.present, since=gpu.health.since)
+    health = gpu.health
+    return DeadDevice(
+        gpu.uuid,
+        gpu_name(gpu),
+        health.reason or _NO_LONGER_ANSWERS,
+        lost=not gpu.present,
+        gpu=gpu.uuid,
+        index=gpu.index,
+        remedy=health.remedy,
+        since=health.since,
+    )
 
 
 def _dead_instance(gpu: Gpu, instance: MigInstance) -> DeadDevice | None:
@@ -138,7 +155,16 @@ def _dead_instance(gpu: Gpu, instance: MigInstance) -> DeadDevice | None:
     if health.ok:
         return None
     name = _name(gpu, instance)
-    return DeadDevice(instance.uuid, name, health.reason, lost=False, since=health.since)
+    return DeadDevice(
+        instance.uuid,
+        name,
+        health.reason,
+        lost=False,
+        gpu=gpu.uuid,
+        index=gpu.index,
+        remedy=health.remedy,
+        since=health.since,
+    )
 
 
 def _name(gpu: Gpu, instance: MigInstance) -> str:

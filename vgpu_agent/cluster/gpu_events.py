@@ -1,10 +1,12 @@
-"""Kubernetes events about the health of GPUs: on our Node, and on the pods that hold a dead one.
+"""Kubernetes events about the health of GPUs and the node's other problems: on our Node, and on the
+pods that hold a dead GPU or whose program has made an error on one.
 
 `kubectl describe node` then shows what the agent's log says, and the owner of a pod reads that its
 GPU has died without access to the node. Each change is one event. GPUs that change together for the
 same reason share one, because a driver that stops takes all of them. An event that repeats is the
 same event with a higher count (`events`), and a GPU that keeps failing must be quiet for longer
-each time (`gpu.health`), so a broken card cannot flood the API server.
+each time (`gpu.health`), so a broken card cannot flood the API server. An outage of the API server
+has no event: a thousand nodes would write it at the moment when the API server is back.
 
 Built and run by `agent`.
 """
@@ -13,26 +15,47 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.cluster.dead_gpus import dead_devices, gpu_name, pods_on, separate_devices
+from vgpu_agent.cluster.dead_gpus import (
+    dead_devices,
+    gpu_name,
+    pod_of,
+    pods_on,
+    separate_devices,
+)
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.log import ChangeFilter
-from vgpu_agent.status import NvmlState
+from vgpu_agent.model import GrantState, Remedy
+from vgpu_agent.status import NvmlState, ProblemKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.cluster.dead_gpus import DeadDevice, GpuFacts
     from vgpu_agent.cluster.events import Events
     from vgpu_agent.nodes import Node
     from vgpu_agent.pods import PodCache
+    from vgpu_agent.status import XidSeen
 
 LOST, UNHEALTHY, RECOVERED, FLAPPING = "GpuLost", "GpuUnhealthy", "GpuRecovered", "GpuFlapping"
-HUNG, ANSWERING, LIBRARY_MISSING = "GpuDriverHung", "GpuDriverAnswering", "GpuLibraryMissing"
+HUNG, MISSING, ANSWERING = "GpuDriverHung", "GpuDriverMissing", "GpuDriverAnswering"
+LIBRARY_MISSING, PROGRAM_ERROR = "GpuLibraryMissing", "GpuProgramError"
+PROBLEM, PROBLEM_OVER = "VgpuProblem", "VgpuProblemOver"
 
+# Problems of these kinds have events of their own, or none: the agent's starts and stops are seen
+# in the readiness of its pod.
+_NO_PROBLEM_EVENT = frozenset(
+    {ProblemKind.AGENT, ProblemKind.API_SERVER, ProblemKind.GPU, ProblemKind.NVML}
+)
+
+# How often the driver, the libraries, the grants and the problems are looked at without a change of
+# the inventory; and how long a problem must last to have an event. A restart of the kubelet is over
+# before that.
+LOOK_SECONDS = 5.0
 # A GPU that fails so often within this time is flapping.
 _FLAPPING_FAILURES, _FLAPPING_SECONDS = 3, 3600.0
 # More GPUs than that are named by their indices alone, so that the reason fits into the message.
@@ -44,6 +67,14 @@ class _Dead(msgspec.Struct):
 
     name: str
     lost: bool
+
+
+class _Lasting(msgspec.Struct):
+    """A problem that is there, since when on the event loop's clock, and its event."""
+
+    since: float
+    text: str
+    told: bool = False
 
 
 class GpuEvents:
@@ -58,8 +89,6 @@ class GpuEvents:
         facts: GpuFacts,
         pods: PodCache,
         node: Callable[[], Node | None],
-        *,
-        look_seconds: float = 5.0,
     ) -> None:
         """Build it.
 
@@ -68,26 +97,29 @@ class GpuEvents:
             facts: the GPUs and their holders.
             pods: the pods of this node.
             node: our Node, None before it was read.
-            look_seconds: how often the driver, the libraries and the grants are looked at without a
-                change of the inventory; also the longest pause between heartbeats.
         """
         self._events, self._facts, self._pods, self._node = events, facts, pods, node
-        self._look_seconds = look_seconds
         self._dead: dict[str, _Dead] = {}  # GPUs and instances, by UUID
         # GPU → the last failures, in seconds of the event loop's clock
         self._failures: dict[str, collections.deque[float]] = {}
         # UID of a pod → its dead devices that were reported, by UUID
         self._on_pods: dict[str, dict[str, _Dead]] = {}
         self._hung = ""
+        self._driver_missing = False
         self._missing = ChangeFilter()
+        # the number of the GPU, the XID and its first time, of each error of a program that was
+        # reported
+        self._program_errors: set[tuple[str, int, float]] = set()
+        # kind, subject and text of a problem, without numbers
+        self._problems: dict[tuple[str, str, str], _Lasting] = {}
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Raise events until cancelled; send a heartbeat at least every ``look_seconds``."""
+        """Raise events until cancelled; send a heartbeat at least every `LOOK_SECONDS`."""
         while True:
             beat()
             versions = Versions(self._facts.inventory)
             self.look_once()
-            await versions.passed(timeout_seconds=self._look_seconds)
+            await versions.passed(timeout_seconds=LOOK_SECONDS)
 
     def look_once(self) -> None:
         """Raise the events of all changes since the last call."""
@@ -97,6 +129,8 @@ class GpuEvents:
         # Pods first: when too many events wait, the oldest are dropped, and those of the Node
         # concern everybody.
         self._look_at_pods(dead)
+        self._look_at_programs()
+        self._look_at_problems(node)
         self._look_at_devices(node, dead)
         self._look_at_driver(node)
         for backend, why in self._facts.libraries().items():
@@ -109,16 +143,19 @@ class GpuEvents:
     # -- the Node ----------------------------------------------------------------------------------
 
     def _look_at_devices(self, node: Node, dead: Mapping[str, DeadDevice]) -> None:
-        # (reason, why) → names, in the order of the inventory
-        failed: dict[tuple[str, str], list[str]] = {}
+        # (reason, why, remedy) → devices, in the order of the inventory
+        failed: dict[tuple[str, str, Remedy | None], list[DeadDevice]] = {}
         for device in separate_devices(self._facts.inventory.value):
             known = self._dead.get(device.uuid)
             if known is None or (device.lost and not known.lost):
                 reason = self._reason(device, is_new=known is None)
-                failed.setdefault((reason, device.why), []).append(device.name)
+                failed.setdefault((reason, device.why, device.remedy), []).append(device)
                 self._dead[device.uuid] = _Dead(device.name, device.lost)
-        for (reason, why), names in failed.items():
-            self._events.raise_event(node, reason, f"{_joined(names)}: {why}")
+        for (reason, why, remedy), devices in failed.items():
+            text = f"{_joined([device.name for device in devices])}: {why}"
+            if remedy is not None:
+                text += f"; {remedy.sentence(_gpus(devices))}"
+            self._events.raise_event(node, reason, text)
         recovered = [uuid for uuid in self._dead if uuid not in dead]
         present = self._facts.inventory.value.devices
         # MIG instances come and go with ever new UUIDs.
@@ -154,12 +191,40 @@ class GpuEvents:
             self._events.raise_event(
                 node,
                 HUNG,
-                f"the NVIDIA driver does not return from {status.call}{about}; see dmesg, the node "
-                "may need a reboot",
+                f"the NVIDIA driver does not return from {status.call}{about}; "
+                f"{Remedy.DRIVER.sentence(status.gpu)}",
             )
-        elif status.state is NvmlState.ANSWERING and self._hung:
-            self._hung = ""
+        elif status.state is NvmlState.MISSING and not self._driver_missing:
+            self._driver_missing = True
+            # GPUs that were there before are lost, which has an event
+            if not self._facts.inventory.value.gpus:
+                self._events.raise_event(node, MISSING, " ".join(status.last_error.split()))
+        elif status.state is NvmlState.ANSWERING and (self._hung or self._driver_missing):
+            self._hung, self._driver_missing = "", False
             self._events.raise_event(node, ANSWERING, "the NVIDIA driver answers again", "Normal")
+
+    def _look_at_problems(self, node: Node) -> None:
+        """Raise an event for each problem that lasts, and for its end. Numbers in its text may be
+        seconds that it has lasted so far.
+        """
+        now, libraries = asyncio.get_running_loop().time(), self._facts.libraries().values()
+        present = {
+            (problem.kind.value, problem.subject, re.sub(r"\d+", "", problem.text)): problem
+            for problem in self._facts.problems()
+            if problem.kind not in _NO_PROBLEM_EVENT
+            # the event of the missing library has it
+            and not any(why in problem.text for why in libraries)
+        }
+        for key in self._problems.keys() - present.keys():
+            over = self._problems.pop(key)
+            if over.told:
+                self._events.raise_event(node, PROBLEM_OVER, f"over: {over.text}", "Normal")
+        for key, problem in present.items():
+            known = self._problems.setdefault(key, _Lasting(now, f"{problem.part}: {problem.text}"))
+            if not known.told and now - known.since >= LOOK_SECONDS:
+                known.told = True
+                message = f"{problem.part}: {problem.reason}"
+                self._events.raise_event(node, PROBLEM, " ".join(message.split()))
 
     # -- the pods ----------------------------------------------------------------------------------
 
@@ -183,6 +248,41 @@ class GpuEvents:
         for uid in list(self._on_pods):
             self._recover(uid, on_dead[uid][1] if uid in on_dead else {}, dead)
 
+    def _look_at_programs(self) -> None:
+        """Tell the pods on a GPU of an XID that a program has caused: their owners cannot see the
+        node. One in a row is told once, as the history has it.
+        """
+        seen = {
+            (gpu, each.xid, each.first_at): each
+            for gpu, entries in self._facts.driver().xids.items()
+            for each in entries
+            if each.ignored and each.remedy is Remedy.APPLICATION
+        }
+        for gpu, xid, first_at in seen.keys() - self._program_errors:
+            self._tell_holders(gpu, seen[gpu, xid, first_at])
+        self._program_errors = {*seen}
+
+    def _tell_holders(self, uuid: str, seen: XidSeen) -> None:
+        gpu = self._facts.inventory.value.gpu(uuid)
+        if gpu is None:
+            return
+        hit = {uuid} | {one.uuid for one in gpu.mig_instances if seen.concerns(one)}
+        holders = {
+            pod.uid: pod
+            for grant in self._facts.grants()
+            if grant.state is not GrantState.RELEASED
+            if any(share.device in hit for share in grant.shares)
+            if (pod := pod_of(grant, self._pods)) is not None and not pod.ended
+        }
+        alone = "" if len(holders) == 1 else " with other pods"
+        for pod in holders.values():
+            self._events.raise_event(
+                pod,
+                PROGRAM_ERROR,
+                f"{seen.text}. That was reported on {gpu_name(gpu)}, which this pod holds{alone}; "
+                f"{seen.remedy.sentence(uuid)}",
+            )
+
     def _recover(
         self, uid: str, held: Mapping[str, DeadDevice], dead: Mapping[str, DeadDevice]
     ) -> None:
@@ -204,6 +304,13 @@ class GpuEvents:
         if pod is not None and not pod.ended:
             text = f"{_joined(names)}, which this pod holds, works again"
             self._events.raise_event(pod, RECOVERED, text, "Normal")
+
+
+def _gpus(devices: Sequence[DeadDevice]) -> str:
+    """Return the GPUs of devices as nvidia-smi takes them, in numbers where they are many."""
+    if len(devices) <= _NAMED_IN_FULL:
+        return ",".join(dict.fromkeys(device.gpu for device in devices))
+    return ",".join(dict.fromkeys(str(device.index) for device in devices))
 
 
 def _joined(names: list[str]) -> str:

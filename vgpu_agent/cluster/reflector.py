@@ -33,7 +33,7 @@ from vgpu_agent.cluster.retrying import Backoff, slow_seconds
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import ClusterError, shortened
 from vgpu_agent.log import ChangeFilter
-from vgpu_agent.status import WatchStatus
+from vgpu_agent.status import BRING_API_SERVER_BACK, WatchStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
@@ -60,6 +60,8 @@ _LONGEST_ERROR = 1000  # characters of an error that is remembered
 _HEALTHY_SECONDS = 30.0
 _UNREADABLE_REMEMBERED = 200
 _GONE = 410
+_FORBIDDEN = 403
+_GRANT = "grant the right to the service account; manifests/rbac.yaml has it"
 _NOT_FOUND = 404
 
 
@@ -377,7 +379,11 @@ class Reflector(Generic[T]):
         # An outage is one line in the log, not one for each try.
         if err.status not in self._expected and self._changes.is_new("watch", err.status):
             self._journal.record(
-                "cluster.watch_failed", level="warning", watch=self.scope.what, error=str(err)
+                "cluster.watch_failed",
+                level="warning",
+                watch=self.scope.what,
+                error=str(err),
+                remedy=_GRANT if err.status == _FORBIDDEN else BRING_API_SERVER_BACK,
             )
 
     def _begin_well(self) -> None:

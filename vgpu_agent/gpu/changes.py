@@ -64,7 +64,7 @@ def _record_gpu(journal: Journal, old: Gpu | None, new: Gpu) -> None:
     if new.present and not was_present:
         journal.record("gpu.appeared", **facts, name=new.name, pci=new.pci_bus_id)
     if was_present and not new.present:
-        journal.record("gpu.lost", level="error", **facts, reason=new.health.reason)
+        journal.record("gpu.lost", level="error", **facts, **_illness(new.health, new.uuid))
     if was_ok and not new.health.ok:
         journal.record("gpu.unhealthy", level="error", **facts, **_illness(new.health, new.uuid))
     elif old and not new.health.ok and _essence(old.health) != _essence(new.health):

@@ -33,7 +33,7 @@ from vgpu_agent.gpu.reopening import Reopening
 from vgpu_agent.gpu.session import Session
 from vgpu_agent.gpu.thread import Listener, NvmlThread
 from vgpu_agent.gpu.xid import XidHistory, XidPolicy, describe, trouble
-from vgpu_agent.model import GpuUsage, Inventory
+from vgpu_agent.model import GpuUsage, Inventory, Remedy
 from vgpu_agent.status import NvmlState, NvmlStatus
 
 if TYPE_CHECKING:
@@ -332,11 +332,11 @@ class GpuWatch:
     def _driver_failed(self, problem: str, state: NvmlState) -> None:
         """Mark all GPUs as absent: none can be read, so none may be granted."""
         if self._problems.is_new("driver", problem):
-            self._journal.record(
-                "nvml.missing" if state is NvmlState.MISSING else "nvml.failed",
-                level="error",
-                problem=problem,
-            )
+            if state is NvmlState.MISSING:
+                self._journal.record("nvml.missing", level="error", problem=problem)
+            else:
+                remedy = Remedy.DRIVER.sentence("")
+                self._journal.record("nvml.failed", level="error", problem=problem, remedy=remedy)
         self._status.last_error = problem
         self._status.state = state
         gpus = [msgspec.structs.replace(gpu, present=False) for gpu in self.inventory.value.gpus]
@@ -410,6 +410,7 @@ class GpuWatch:
             gpu=event.gpu,
             xid=xid,
             meaning=describe(xid),
+            remedy=trouble(xid).remedy.sentence(event.gpu or "GPU"),
             ignored=not counts,
             **({"left_out": left_out} if left_out else {}),
             **{name: number for name, number in place.items() if number is not None},
@@ -436,7 +437,13 @@ class GpuWatch:
         )
         self._status.since = time.time() - (time.monotonic() - call.started)
         self._status.hangs += 1
-        self._journal.record("nvml.hung", level="error", call=call.name, gpu=call.gpu)
+        self._journal.record(
+            "nvml.hung",
+            level="error",
+            call=call.name,
+            gpu=call.gpu,
+            remedy=Remedy.DRIVER.sentence(call.gpu),
+        )
         self._wake.set()
 
     def _on_answering(self, call: CallInFlight, seconds: float) -> None:

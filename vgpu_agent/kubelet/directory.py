@@ -21,6 +21,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.grpc.sockets import identity
 from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.inotify import Inotify
+from vgpu_agent.status import START_KUBELET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -153,8 +154,8 @@ class DirectoryWatch:
         self.state.publish(state)
 
     def _note_waiting(self) -> None:
-        """Log once that there is no kubelet: at the start at once,
-        later when it is gone for longer than a restart takes.
+        """Log once that there is no kubelet: at the start at once, and as a warning when it is away
+        for longer than a restart takes.
         """
         if self.state.value.kubelet_socket is not None:
             self._missing_since = None
@@ -163,14 +164,19 @@ class DirectoryWatch:
         now = asyncio.get_running_loop().time()
         if self._missing_since is None:
             self._missing_since = now
-        long_enough = self._known_kubelet is None or now - self._missing_since >= self._poll_seconds
-        if long_enough and self._changes.is_new("kubelet"):
-            trouble = self._status.directory_trouble
-            self._journal.record(
-                "kubelet.waiting",
-                socket=str(self.directory / sockets.KUBELET_SOCKET),
-                **({"error": trouble} if trouble else {}),
-            )
+        facts = {"socket": str(self.directory / sockets.KUBELET_SOCKET)}
+        if trouble := self._status.directory_trouble:
+            facts["error"] = trouble
+        elif now - self._missing_since >= self._poll_seconds:
+            facts["remedy"] = START_KUBELET
+        elif self._known_kubelet is None:
+            if self._changes.is_new("kubelet"):
+                self._journal.record("kubelet.waiting", **facts)
+            return
+        else:
+            return
+        if self._changes.is_new("kubelet", tuple(facts)):
+            self._journal.record("kubelet.waiting", level="warning", **facts)
 
     def _warn(self, err: OSError) -> None:
         if self._changes.is_new("inotify"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.errors import KubeletError, RegistrationRefusedError
 from vgpu_agent.grpc.client import CallError, call
 from vgpu_agent.kubelet import codec
+from vgpu_agent.status import START_KUBELET
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -73,7 +74,7 @@ async def register(
         )
     except CallError as err:
         if isinstance(err.__cause__, ConnectionRefusedError):
-            raise NotListeningError(str(err)) from err
+            raise NotListeningError(f"{err}; {START_KUBELET}") from err
         if err.status == "UNIMPLEMENTED" or any(
             words in err.text.lower() for words in _FINAL_WORDS
         ):

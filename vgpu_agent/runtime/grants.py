@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from vgpu_agent import log
 from vgpu_agent.cdi import grant_spec
 from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.edits import Edits
-from vgpu_agent.log import ChangeFilter
 from vgpu_agent.runtime import host_files, region_slots, removal
 from vgpu_agent.runtime.mounts import MountTables, Use
 from vgpu_agent.runtime.own_thread import NotReturnedError, OwnThread
-from vgpu_agent.status import WriteFailure
+from vgpu_agent.status import MAKE_ROOM, WriteFailure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.runtime.region_slots import RegionSlots
+
+_logger = log.get(__name__)
 
 T = TypeVar("T")
 
@@ -126,7 +128,7 @@ class GrantDirectory:
         # directories of grants whose ids went to another container; after a restart `sweep` finds
         # them
         self._unowned: set[str] = set()
-        self._failures: dict[str, ChangeFilter] = {}  # by event
+        self._failures: dict[str, log.ChangeFilter] = {}  # by event
         self._write_failures: dict[str, WriteFailure] = {}  # by directory
         self._other_directories = tuple(other_directories)
         self._free_disk_space = free_disk_space
@@ -399,7 +401,7 @@ class GrantDirectory:
         """Journal the failures that are new or have another error than last time.
         On a node with many pods, repetitions would fill the journal within minutes.
         """
-        changes = self._failures.setdefault(event, ChangeFilter())
+        changes = self._failures.setdefault(event, log.ChangeFilter())
         for what, facts in failed.items():
             if changes.is_new(what, facts["error"]):
                 self._journal.record(event.partition(" ")[0], level=level, **facts)
@@ -527,10 +529,22 @@ class GrantDirectory:
                 failure = WriteFailure(
                     directory, files, cause.strerror or str(cause), "no new container starts"
                 )
-                with self._changing:
-                    self._write_failures = {**self._write_failures, directory: failure}
+                self._note_failure(failure)
             raise
         self._forget_failure(directory)
+
+    def _note_failure(self, failure: WriteFailure) -> None:
+        before = self._write_failures.get(failure.directory)
+        with self._changing:
+            self._write_failures = {**self._write_failures, failure.directory: failure}
+        if before != failure:
+            _logger.warning(
+                "grants.not_written",
+                directory=failure.directory,
+                files=failure.files,
+                error=failure.error,
+                remedy=f"{MAKE_ROOM}; until then {failure.meanwhile}",
+            )
 
     def _forget_failure(self, directory: str) -> None:
         if directory in self._write_failures:

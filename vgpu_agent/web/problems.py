@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.status import MpsState, Problem, ProblemKind
+from vgpu_agent.status import (
+    BRING_API_SERVER_BACK,
+    CORRECT_CONFIGURATION,
+    MAKE_ROOM,
+    MpsState,
+    PluginState,
+    Problem,
+    ProblemKind,
+)
 from vgpu_agent.web import health, mig
 
 if TYPE_CHECKING:
@@ -103,12 +111,16 @@ def _gpus(inventory: Inventory, now: float) -> Iterator[Problem]:
                         text=text,
                         remedy=health.remedy(ill, gpu.uuid),
                     )
+    gone = {str(gpu.index) for gpu in inventory.gpus if not gpu.present}
     for failure in inventory.failures:
-        yield Problem(ProblemKind.GPU, subject="", text=f"a GPU did not answer: {failure}")
+        if failure.partition(": ")[0] not in gone:
+            yield Problem(ProblemKind.GPU, subject="", text=f"a GPU did not answer: {failure}")
 
 
 def _kubelet(status: AgentStatus) -> Iterator[Problem]:
-    if status.kubelet.records_trouble:
+    # a kubelet that is away gives no records either
+    away = any(plugin.state is PluginState.WAITING for plugin in status.plugins)
+    if status.kubelet.records_trouble and not away:
         yield Problem(ProblemKind.KUBELET, subject="", text=status.kubelet.records_trouble)
     for plugin in status.plugins:
         if plugin.list_fault:
@@ -126,6 +138,7 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
             text=f"the watch of {longest.name} has been failing for "
             f"{now - longest.failing_since:.0f} s: {longest.last_error}; known pods are served, "
             "and writes wait",
+            remedy="" if cluster.missing_rights else BRING_API_SERVER_BACK,
         )
     if cluster.missing_rights:
         manifests = sorted({f"manifests/{path}" for path in cluster.missing_rights.values()})
@@ -147,16 +160,15 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
 
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
-    refused = (
-        f"the newest configuration is not in force: {problem}" for problem in status.config_problems
-    )
     for text in (
         *status.binding.file_problems,
         *status.binding.cautions,
         *status.config_collisions,
-        *refused,
     ):
         yield Problem(ProblemKind.CONFIG, subject="", text=text)
+    for problem in status.config_problems:
+        text = f"the newest configuration is not in force: {problem}"
+        yield Problem(ProblemKind.CONFIG, subject="", text=text, remedy=CORRECT_CONFIGURATION)
     if status.config_needs_restart:
         yield Problem(
             ProblemKind.CONFIG,
@@ -235,8 +247,7 @@ def _files(status: AgentStatus) -> Iterator[tuple[Problem, WriteFailure]]:
             ProblemKind.FILES,
             subject="",
             text=f"cannot write {files} in {directory}: {error}",
-            remedy="make it a directory with room in which the agent can write; until then "
-            f"{meanwhile}",
+            remedy=f"{MAKE_ROOM}; until then {meanwhile}",
         )
         yield problem, failures[0]
 

@@ -131,22 +131,12 @@ def sentences(
         for each in status.nvml.xids.get(gpu.uuid, ())
         if held.since <= each.last_at
         and each.first_at <= held.until
-        and _is_in(each, instance)
+        and each.concerns(instance)
         and (each.ignored or gpu.health.ok)  # otherwise the health of the GPU has it
     ]
     for each in seen[-_SHOWN:]:
         yield _occurred(gpu, instance, each, now)
         yield _blame(status, name, held, each, pod)
-
-
-def _is_in(seen: XidSeen, instance: MigInstance | None) -> bool:
-    """Tell whether the XID may concern the device. One without ids concerns all of the GPU."""
-    if instance is None or seen.gpu_instance is None:
-        return True
-    return seen.gpu_instance == instance.gpu_instance_id and seen.compute_instance in {
-        None,
-        instance.compute_instance_id,
-    }
 
 
 def _occurred(gpu: Gpu, instance: MigInstance | None, seen: XidSeen, now: float) -> str:
