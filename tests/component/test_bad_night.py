@@ -83,15 +83,13 @@ class Night:
         self.cluster, self.gpus = stage.cluster, stage.gpus
         self.tools = MpsTools(stage.folder / "tools")  # installed by a row
         self._exit = contextlib.ExitStack()
-        # long enough that no GPU comes back before its row is over
-        self._quiet_seconds = 600.0
 
     @property
     def agent(self) -> AgentProcess:
         return self.stage.agent
 
     def configure(self, more: str = "", *, quiet_seconds: float = 600.0) -> None:
-        """Write the configuration."""
+        """Write the configuration; by default no GPU comes back before its row is over."""
         self.stage.configure(
             f"families: {{nvidia: true, volcanoVgpu: true}}\nmps: {{shmSizeMib: 1}}\n{more}"
         )
@@ -118,10 +116,6 @@ class Night:
         ours = load_instruction(REGION_BYTES)
         assert ours in content
         library.write_bytes(content.replace(ours, load_instruction(layout)))
-
-    async def ill(self, gpu: int, xid: int) -> None:
-        """Have the driver report an XID."""
-        self.gpus.xid(gpu, xid)
 
     async def well(self) -> None:
         """Let a GPU that answers recover."""
