@@ -65,6 +65,16 @@ ELSEWHERE = (
         'hooked.create("wrong", limits={NUMBER: "1", CORES: "101"})',
     ),
     (
+        r"^source <\(vgpu-agent completion bash\)",
+        "tests/cli/test_completion.py::test_bash_completes_commands_flags_and_values",
+        "def test_bash_completes_commands_flags_and_values",
+    ),
+    (
+        r"^vgpu-agent man \| man -l -",
+        "tests/cli/test_completion.py::test_the_manual_page_is_proper_roff_and_names_every_option",
+        "def test_the_manual_page_is_proper_roff_and_names_every_option",
+    ),
+    (
         r"^sudo ctr --namespace k8s.io images import --local",
         f"{_REAL}test_manifests.py::test_the_daemon_set_serves_pods_with_the_rights_it_asks_for",
         "deployed_agent(rig)",  # it imports the image that scripts/image has built

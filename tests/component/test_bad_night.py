@@ -44,8 +44,8 @@ from vgpu_agent.sim.stand_in_library import REGION_BYTES, load_instruction
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
-# the exit status of `vgpu-agent status`: the agent answered, or did not
-ANSWERED, UNREACHABLE = 0, 1
+# the exit status of `vgpu-agent status`
+HEALTHY, DEGRADED, UNREACHABLE = 0, 1, 2
 
 AGAIN = "see dmesg; if the driver does not answer within minutes, drain the node and reboot it"
 RESET = "drain the GPU's pods and reset it (nvidia-smi --gpu-reset -i …)"
@@ -622,7 +622,7 @@ async def check_node(row: Row, night: Night) -> None:
     (problem,) = found["problems"]
 
     code, text = await status(agent)
-    assert code == ANSWERED
+    assert code == DEGRADED
     # another table has the reasons of ids that are held back
     text = text.partition(" Problems ")[2]
     assert has(row.cause, text), text
@@ -644,7 +644,7 @@ async def check_node(row: Row, night: Night) -> None:
 async def check_pod(row: Row, night: Night) -> None:
     """Check what the pod's owner gets to read. The node has no problem."""
     code, text = await status(night.agent, "--pod", f"default/{row.pod}")
-    assert code == ANSWERED
+    assert code == HEALTHY
     assert has(row.cause, text), text
     assert has(row.advice, text), text
     shown = one_line(await page(night.agent, f"/?pod={row.pod}"))
@@ -710,7 +710,7 @@ async def is_over(row: Row, night: Night, seen: Seen) -> None:
     """Check that no view has the problem any more."""
     await night.agent.until("/debug/status", lambda found: found["problems"] == [])
     code, text = await status(night.agent)
-    assert (code, "none known" in text) == (ANSWERED, True), text
+    assert (code, "none known" in text) == (HEALTHY, True), text
     assert await night.agent.get_text("/readyz") == (200, "ready\n")
     assert await problems_on_page(night.agent, 0) == []
     if row.event == "VgpuProblem":

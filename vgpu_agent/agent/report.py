@@ -286,10 +286,8 @@ class Report:
             if self.kubelet_status.directory_trouble:
                 return f"waiting for the kubelet: {self.kubelet_status.directory_trouble}", ""
             if not self.kubelet_status.socket_present:
-                return (
-                    f"waiting for the kubelet: there is no {self.kubelet_status.directory}/kubelet.sock",
-                    START_KUBELET,
-                )
+                socket = f"{self.kubelet_status.directory}/kubelet.sock"
+                return f"waiting for the kubelet: there is no {socket}", START_KUBELET
         state = (
             "registered, but the kubelet has not opened the stream of the list"
             if plugin.state is PluginState.REGISTERED

@@ -57,9 +57,9 @@ class Records:
         self.read_at: list[float] = []
         self.seconds = 0.0  # of a reading
 
-    async def read(self, *_: object, wanted: object) -> KubeletRecords:
+    async def read(self, *_: object, is_wanted: object) -> KubeletRecords:
         """A stand-in for `read_records`, which has tests of its own."""
-        del wanted
+        del is_wanted
         self.read_at.append(round(asyncio.get_running_loop().time(), 3))
         await asyncio.sleep(self.seconds)
         return self.now

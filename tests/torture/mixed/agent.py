@@ -91,7 +91,7 @@ class MixedWorld(World):
 
 
 async def read_model_records(
-    source: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True
+    source: PodResources, checkpoint: Path, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> KubeletRecords:
     """`vgpu_agent.kubelet.records.read_records` for a source that is a `World`."""
     del checkpoint
@@ -105,7 +105,7 @@ async def read_model_records(
     holdings = tuple(
         holding
         for holding in join(kubelet_evidence.pod_resources, entries)
-        if wanted(holding.resource)
+        if is_wanted(holding.resource)
     )
     return KubeletRecords(
         holdings,
