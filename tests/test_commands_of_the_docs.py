@@ -113,7 +113,9 @@ def test_a_script_knows_its_arguments() -> None:
         seen += 1
         text = (ROOT / program).read_text()
         for module in re.findall(r"-m (tests\.[a-z_.]+)", text):
-            text += (ROOT / module.replace(".", "/") / "__main__.py").read_text()
+            place = ROOT / module.replace(".", "/")
+            file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+            text += file.read_text()
         wrong += [
             command.place
             for word in words
