@@ -50,6 +50,54 @@ def add_arguments(parser: argparse.ArgumentParser, *, timeout: bool = True) -> N
     debug_address.add_arguments(parser, timeout=timeout)
 
 
+def add_table(
+    subparsers: Any,
+    name: str,
+    *,
+    help: str,  # noqa: A002 - the name that argparse has for it
+    description: str,
+    examples: str,
+    path: str,
+    key: str,
+    beginning: str,
+) -> None:
+    """Declare a command that prints one answer of the agent.
+
+    Args:
+        subparsers: argparse's special action, which has no public type.
+        name: of the command.
+        help: one line for the list of commands.
+        description: for its own help.
+        examples: lines for the end of its help.
+        path: see `shown`, as ``key`` and ``beginning``.
+        key: a key of the agent's JSON.
+        beginning: of the agent's text.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=f"examples:\n{examples}\n\n{EXIT_STATUS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+
+    def run(arguments: argparse.Namespace) -> int:
+        text, _ = shown(
+            debug_address.address(arguments.debug_listen),
+            path,
+            {},
+            arguments.output,
+            arguments.timeout,
+            key=key,
+            beginning=beginning,
+        )
+        print(text)
+        return 0
+
+    parser.set_defaults(run=run)
+
+
 def pod(text: str) -> str:
     """Parse ``namespace/name`` for argparse.
 
