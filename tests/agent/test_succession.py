@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import time
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import pytest
 
+from vgpu_agent.agent import succession
 from vgpu_agent.agent.succession import SOCKET, Succession
 from vgpu_agent.journal import Journal
 
@@ -19,6 +22,7 @@ class Agents:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.made: list[Succession] = []
+        self.connections: list[asyncio.StreamWriter] = []
         self.waits = 0
 
     def another(self) -> Succession:
@@ -34,7 +38,7 @@ class Agents:
         """An agent that serves the node."""
         agent = self.another()
         assert not await agent.find_predecessor(self.count_wait)
-        await agent.listen(_release, _unlink)
+        await agent.listen(_release, _unlink, _serve_again)
         return agent
 
 
@@ -47,11 +51,50 @@ async def _unlink(_: Collection[str]) -> bool:
     return True
 
 
+async def _serve_again() -> None:
+    """Undo nothing."""
+
+
+class Successor:
+    """A connection that asks for the node, and then does what a test wants."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def asking(cls, agents: Agents) -> Successor:
+        """One that has sent its request."""
+        successor = cls(*await asyncio.open_unix_connection(os.fspath(agents.directory / SOCKET)))
+        agents.connections.append(successor.writer)
+        request = {
+            "protocol": 1,
+            "version": "0",
+            "kubeletDirectory": os.fspath(agents.directory / "kubelet"),
+            "resources": ["a/b"],
+            "waitsUntil": time.monotonic() + 30,
+        }
+        await successor.say(request)
+        return successor
+
+    async def say(self, line: object) -> None:
+        """Send one line."""
+        self.writer.write(json.dumps(line).encode() + b"\n")
+        await self.writer.drain()
+
+    async def answer(self) -> dict[str, object]:
+        """Return the next answer of the predecessor."""
+        async with asyncio.timeout(5):
+            return dict(json.loads(await self.reader.readline()))
+
+
 @pytest.fixture
 async def agents(tmp_path: Path) -> AsyncIterator[Agents]:
     """A node without an agent."""
     agents = Agents(tmp_path)
     yield agents
+    for connection in agents.connections:
+        connection.close()
+        await connection.wait_closed()
     for agent in reversed(agents.made):
         await agent.stop_listening()
         agent.close()
@@ -65,7 +108,7 @@ async def test_an_agent_that_starts_waits_for_one_that_has_just_begun(agents: Ag
     while not agents.waits:  # noqa: ASYNC110 - what is waited for is a call
         await asyncio.sleep(0.01)
     assert not finding.done()
-    await first.listen(_release, _unlink)
+    await first.listen(_release, _unlink, _serve_again)
     assert await finding
     await second.take_over(["a/b"], _release)
     assert first.handed_over.is_set()
@@ -94,3 +137,60 @@ async def test_only_the_end_of_the_successor_counts(agents: Agents) -> None:
     second.close()
     async with asyncio.timeout(5):
         await first.successor_lost.wait()
+
+
+async def test_a_successor_that_ends_before_it_has_registered_changes_nothing(
+    agents: Agents,
+) -> None:
+    """The old agent has let go of nothing yet, so it serves on, also for the next successor."""
+    first = agents.another()
+    assert not await first.find_predecessor(agents.count_wait)
+    again = asyncio.Event()
+
+    async def serve_again() -> None:
+        again.set()
+
+    await first.listen(_release, _unlink, serve_again)
+    successor = await Successor.asking(agents)
+    assert (await successor.answer())["serving"]
+    successor.writer.close()
+    async with asyncio.timeout(5):
+        await again.wait()
+    assert not first.handed_over.is_set()
+
+    third = agents.another()
+    assert await third.find_predecessor(agents.count_wait)
+    await third.take_over(["a/b"], _release)
+    assert first.handed_over.is_set()
+    assert not first.successor_lost.is_set()
+
+
+async def test_a_word_that_comes_late_is_not_the_end_of_the_successor(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old agent would take the node back from one that serves it."""
+    first = await agents.serving()
+    monkeypatch.setattr(succession, "ANSWER_SECONDS", 0.2)
+    successor = await Successor.asking(agents)
+    assert (await successor.answer())["serving"]
+    assert (await successor.answer())["released"]
+    await successor.say({"registered": True})
+    await asyncio.sleep(0.2)
+    assert not first.successor_lost.is_set()
+    successor.writer.close()
+    async with asyncio.timeout(5):
+        await first.successor_lost.wait()
+
+
+async def test_a_fault_before_the_release_does_not_prevent_it(agents: Agents) -> None:
+    """Then the node has no healthy ids for a moment, as with other kubelets."""
+    first = agents.another()
+    assert not await first.find_predecessor(agents.count_wait)
+
+    async def unlink(_: Collection[str]) -> bool:
+        raise OSError(28, "no space left on device")
+
+    await first.listen(_release, unlink, _serve_again)
+    successor = await Successor.asking(agents)
+    assert (await successor.answer())["released"]
+    assert first.handed_over.is_set()

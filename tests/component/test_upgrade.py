@@ -257,6 +257,33 @@ async def test_nonsense_on_the_socket_releases_nothing(stage: Stage, line: bytes
     assert not [line for line in old.log_lines() if line["msg"] == "agent.successor_lost"]
 
 
+async def test_an_agent_registers_again_when_the_new_one_dies_before_it_has(stage: Stage) -> None:
+    """Its streams have ended by then, so the kubelet would learn neither of an ill GPU nor of the
+    agent's end.
+    """
+    old = await stage.ready_agent()
+    reader, writer = await asyncio.open_unix_connection(os.fspath(_socket(stage)))
+    request = {
+        "protocol": 1,
+        "version": "0",
+        "kubeletDirectory": os.fspath(stage.kubelet.plugins),
+        "resources": ["nvidia.com/gpu"],
+        "waitsUntil": time.monotonic() + 30,
+    }
+    writer.write(json.dumps(request).encode() + b"\n")
+    assert json.loads(await asyncio.wait_for(reader.readline(), 10))["serving"]
+    assert not stage.kubelet.called("stream ended")[-1].facts["noticed"]
+    await stage.admit("meanwhile")
+
+    writer.close()
+    assert (await old.until_logged("agent.successor_lost"))["level"] == "warning"
+    await stage.admit("afterwards")
+    assert (await old.get_text("/readyz"))[0] == 200
+    await stage.allocatable(8)
+    await old.kill()
+    await stage.kubelet.until(lambda: stage.kubelet.called("stream ended")[-1].facts["noticed"])
+
+
 def _socket(stage: Stage) -> Path:
     (found,) = stage.folder.rglob(SOCKET)
     return found
@@ -293,6 +320,9 @@ async def test_pods_that_decide_start_with_their_shares_all_along(volcano: Volca
     await new.start()
     await new.until_ready()
     await new.until_logged("agent.took_over")
+    ended = volcano.cluster.kubelet.called("stream ended")
+    assert ended
+    assert not any(call.facts["noticed"] for call in ended)
     await pods
     await volcano.settled(*names)
     volcano.check()

@@ -529,7 +529,9 @@ class Agent:
         self._mps.start()
         await self._offering.sync()
         self._start_loops(settings)
-        await self._succession.listen(self._hand_over, self._offering.unlink)
+        await self._succession.listen(
+            self._hand_over, self._offering.unlink, self._offering.serve_again
+        )
         self._report.starting = ""
         inventory = self._gpu_watch.inventory.value
         _logger.info(
@@ -637,6 +639,8 @@ class Agent:
         await self._verification.rebuild()
 
     async def _register(self) -> None:
+        if self._offering.may_register.is_set():
+            return  # done while the predecessor still served
         self._offering.may_register.set()
         await self._offering.until_listed(_LIST_SECONDS)
 

@@ -54,9 +54,10 @@ _logger = log.get(__name__)
 
 SOCKET = "succession.sock"
 _PROTOCOL = 1
-# An agent writes its records (10 s on a disk that hangs), answers the calls under way (3 s), ends
-# its streams (3 s) and its MPS daemons (10 s) before it answers.
-ANSWER_SECONDS = 30.0
+# Before it answers, an agent lets registrations fail and ends streams (12 s with a kubelet that
+# hangs), writes its records (10 s on a disk that hangs), answers the calls under way or ends them
+# (6 s) and ends its MPS daemons (10 s).
+ANSWER_SECONDS = 45.0
 _LOCK_PAUSE_SECONDS = 0.2
 # A request that does not come at once is none of ours.
 _REQUEST_SECONDS = 5.0
@@ -126,6 +127,7 @@ class Succession:
         self._server: asyncio.Server | None = None
         self._identity: sockets.SocketIdentity | None = None
         self._releasing = self._stopping = self._predecessor_silent = False
+        self._release_over = asyncio.Event()  # or given up
         self._successor: asyncio.StreamWriter | None = None
         self.handed_over = asyncio.Event()
         self.successor_lost = asyncio.Event()
@@ -232,10 +234,12 @@ class Succession:
         self,
         release: Callable[[], Awaitable[None]],
         unlink: Callable[[Collection[str]], Awaitable[bool]],
+        serve_again: Callable[[], Awaitable[None]],
     ) -> None:
         """Let the next agent take over from now on; ``release`` ends all that two agents must not
         do at the same time. ``unlink`` prepares this one for another that registers the given
-        resources beside it, and tells whether that is possible.
+        resources beside it, and tells whether that is possible. ``serve_again`` undoes that, when
+        the other one ends before it has registered.
 
         Where that is impossible, it is logged, and an upgrade has the gap of a restart.
         """
@@ -244,7 +248,9 @@ class Succession:
         try:
             listener = await asyncio.to_thread(_bind, unfinished)
             self._server = await asyncio.start_unix_server(
-                functools.partial(self._serve, release, unlink), sock=listener, limit=_LONGEST_LINE
+                functools.partial(self._serve, release, unlink, serve_again),
+                sock=listener,
+                limit=_LONGEST_LINE,
             )
             await asyncio.to_thread(os.replace, unfinished, self._path)
         except (ListenError, OSError) as err:
@@ -268,7 +274,7 @@ class Succession:
         """
         self._stopping = True
         if self._releasing:
-            await self.handed_over.wait()
+            await self._release_over.wait()
         if self._server is not None:
             self._server.close()
             # not the successor's, which has the same name
@@ -310,15 +316,18 @@ class Succession:
         self,
         release: Callable[[], Awaitable[None]],
         unlink: Callable[[Collection[str]], Awaitable[bool]],
+        serve_again: Callable[[], Awaitable[None]],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         """Serve the connection of one agent that may become the successor."""
         handed_on = False
         try:
-            with contextlib.suppress(OSError):
-                if await self._hand_over(release, unlink, reader, writer):
-                    handed_on = await reader.readline() == _HANDED_ON
+            with contextlib.suppress(OSError, ValueError):  # ValueError: an endless line
+                if await self._hand_over(release, unlink, serve_again, reader, writer):
+                    # the successor's word that it has registered may come late
+                    while not handed_on and (line := await reader.readline()):
+                        handed_on = line == _HANDED_ON
         finally:
             if writer is self._successor and self.handed_over.is_set() and not handed_on:
                 self.successor_lost.set()
@@ -328,6 +337,7 @@ class Succession:
         self,
         release: Callable[[], Awaitable[None]],
         unlink: Callable[[Collection[str]], Awaitable[bool]],
+        serve_again: Callable[[], Awaitable[None]],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
@@ -347,15 +357,24 @@ class Succession:
             answer = Answer(busy=True, version=__version__)
         else:
             self._releasing, self._successor = True, writer
+            self._release_over.clear()
             try:
                 # An agent that hung in between must not touch the registration of the next one.
-                in_time = time.monotonic() < request.waits_until
-                if in_time and await unlink(request.resources):
-                    await _until_registered(reader, writer)
+                if (
+                    time.monotonic() < request.waits_until
+                    and await _try(unlink(request.resources))
+                    and not await _registers(reader, writer)
+                ):
+                    await serve_again()
+                    self._journal.record("agent.successor_lost", level="warning")
+                    self._releasing, self._successor = False, None
+                    return False
                 await release()
-            finally:  # half released, this agent is of no use either
-                self._release_lock()
-                self.handed_over.set()
+            finally:
+                if self._releasing:  # half released, this agent is of no use either
+                    self._release_lock()
+                    self.handed_over.set()
+                self._release_over.set()
             self._journal.record("agent.handed_over", successor=request.version)
             answer = Answer(released=True, version=__version__)
         writer.write(msgspec.json.encode(answer) + b"\n")
@@ -363,13 +382,28 @@ class Succession:
         return answer.released
 
 
-async def _until_registered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Let the successor register, and return when it has, or when it is gone."""
-    with contextlib.suppress(TimeoutError, OSError, ValueError):  # ValueError: an endless line
+async def _try(unlinking: Awaitable[bool]) -> bool:
+    """Await it; a fault means that the way without it is taken."""
+    try:
+        return await unlinking
+    except (AgentError, OSError) as err:
+        _logger.warning("succession.broken", error=str(err))
+        return False
+
+
+async def _registers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Let the successor register, and wait until it has, but not for ever; False when it is gone
+    before.
+    """
+    try:
         async with asyncio.timeout(ANSWER_SECONDS):
             writer.write(msgspec.json.encode(Answer(serving=True, version=__version__)) + b"\n")
             await writer.drain()
-            await reader.readline()
+            return bool(await reader.readline())
+    except TimeoutError:
+        return True  # it hangs, and may have registered
+    except (OSError, ValueError):  # ValueError: an endless line
+        return False
 
 
 def _open(path: Path) -> int:

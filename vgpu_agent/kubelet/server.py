@@ -107,6 +107,11 @@ class DevicePlugin:
         """
         return self._registered.last_sent if self._registered is not None else None
 
+    @property
+    def is_registered(self) -> bool:
+        """Tell whether the kubelet knows the server of the current round."""
+        return self._registered is not None
+
     def register_again(self, reason: str) -> None:
         """End the current round, so that a fresh server registers;
         nothing to do when a new round is coming anyway.
@@ -184,10 +189,16 @@ class DevicePlugin:
         if self._registered is not None:
             await self._registered.end_streams()
 
-    async def until_disconnected(self) -> None:
-        """Wait until the kubelet has closed its connection, as long as draining may take."""
+    def register_after_unlink(self, reason: str) -> None:
+        """Register again if `unlink` has succeeded, so that the kubelet gets lists again."""
+        if self._registered is not None and self._registered.unlinked:
+            self._registered.unlinked = False
+            self._registered.leave(reason)
+
+    async def until_disconnected(self, seconds: float) -> None:
+        """Wait until the kubelet has closed its connection, at most for ``seconds``."""
         if self._registered is not None:
-            await self._registered.until_disconnected()
+            await self._registered.until_disconnected(seconds)
 
     async def hand_over(self) -> None:
         """Begin to end, and return when another agent can register: the stream has ended. The calls
@@ -307,10 +318,15 @@ class DevicePlugin:
             self._registered = None
             if self._stopping.is_set():
                 self.status.state = PluginState.DRAINING
-            if self._has_successor:
+            if self._has_successor and instance.unlinked:
+                # The kubelet does not close the connection. No call may decide anything once the
+                # successor reads the records, so `run` sets `_streams_ended` after `close`.
+                await instance.until_quiet()
+            elif self._has_successor:
                 await instance.end_streams_when_quiet()
                 self._streams_ended.set()
-                await instance.until_disconnected()
+                # it answers the calls that the kubelet makes before it has noticed the end
+                await instance.until_disconnected(DRAIN_SECONDS)
             await instance.close()
             self.status.endpoint = ""
 
@@ -401,7 +417,7 @@ class _Instance:
         self._identity: SocketIdentity | None = None
         self._socket_seen = False
         self._leave_reason = ""
-        self._unlinked = self._called_back = False
+        self.unlinked = self._called_back = False
         self._pre_start_required = (
             resource.pre_start_required if pre_start_required is None else pre_start_required
         )
@@ -488,6 +504,7 @@ class _Instance:
                 timeout_seconds=REGISTER_TIMEOUT_SECONDS,
             )
         except KubeletError:
+            self.unlinked = refused
             return refused
         finally:
             await server.drain(DRAIN_SECONDS)
@@ -497,7 +514,6 @@ class _Instance:
 
     async def end_streams(self) -> None:
         """End the streams, and stay; calls are answered as before."""
-        self._unlinked = True
         self._service.keep_list()
         await self._end_streams()
 
@@ -560,8 +576,12 @@ class _Instance:
         """End the streams while no other call is running; wait for both as long as draining may
         take.
         """
-        await self._server.wait_until_quiet(DRAIN_SECONDS)
+        await self.until_quiet()
         await self._end_streams()
+
+    async def until_quiet(self) -> None:
+        """Wait until no call is running, as long as draining may take."""
+        await self._server.wait_until_quiet(DRAIN_SECONDS)
 
     async def _end_streams(self) -> None:
         self._service.end_streams()
@@ -571,11 +591,9 @@ class _Instance:
                     activity = self._service.activity
                     await activity.newer_than(activity.version)
 
-    async def until_disconnected(self) -> None:
-        """Answer the calls that the kubelet makes before it has noticed the end of the stream. Then
-        it closes the connection.
-        """
-        await self._server.until_disconnected(DRAIN_SECONDS)
+    async def until_disconnected(self, seconds: float) -> None:
+        """Wait until the kubelet has closed its connection, at most for ``seconds``."""
+        await self._server.until_disconnected(seconds)
 
     async def prepare(self) -> None:
         """Encode the list, so that it can be sent as soon as the kubelet asks for it."""
@@ -594,7 +612,7 @@ class _Instance:
             await asyncio.to_thread(remove, self._path)
 
     def _lost(self, kubelet: SocketIdentity) -> str:
-        if self._unlinked:
+        if self.unlinked:
             return ""
         if self._leave_reason:
             return self._leave_reason

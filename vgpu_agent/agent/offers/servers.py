@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 # How long after the end of a stream a busy kubelet may look for the client that it is to
 # disconnect. Nothing waits for this but the hand-over.
 UNLINK_SECONDS = 1.0
+# The longest time for the registrations that are to fail. A kubelet needs milliseconds; one that
+# needs longer than this must not delay the hand-over.
+_UNLINK_LIMIT_SECONDS = 5.0
+# The longest time until an agent whose successor is gone has registered again.
+_AGAIN_SECONDS = 3.0
 
 
 def check_offer(resources: Iterable[Resource]) -> None:
@@ -212,21 +217,45 @@ class Offering:
 
     async def unlink(self, resources: Collection[str]) -> bool:
         """End the streams of ``resources`` so that the kubelet keeps the healthy ids, and tell
-        whether it does. The agent goes on answering calls. Nothing is offered anew afterwards.
+        whether it does. The agent goes on answering calls. Nothing is offered anew before
+        `serve_again`.
+
+        The streams of resources for which it does not work stay open until `hand_over`.
         """
         self._close()
         async with self._changing:
-            plugins = [each for name, each in self._plugins.items() if name in resources]
-            if not plugins or not all(
-                await asyncio.gather(*(plugin.unlink() for plugin in plugins))
-            ):
+            plugins = [
+                each
+                for name, each in self._plugins.items()
+                if name in resources and each.is_registered
+            ]
+            try:
+                async with asyncio.timeout(_UNLINK_LIMIT_SECONDS):
+                    done = await asyncio.gather(*(plugin.unlink() for plugin in plugins))
+            except TimeoutError:
                 return False
-            await asyncio.gather(*(plugin.end_streams() for plugin in plugins))
+            unlinked = [plugin for plugin, is_done in zip(plugins, done, strict=True) if is_done]
+            if not unlinked:
+                return False
+            await asyncio.gather(*(plugin.end_streams() for plugin in unlinked))
             # The kubelet closes the connection when it marks the ids Unhealthy.
             return not await first_of(
-                *(plugin.until_disconnected() for plugin in plugins),
+                *(plugin.until_disconnected(2 * UNLINK_SECONDS) for plugin in unlinked),
                 timeout_seconds=UNLINK_SECONDS,
             )
+
+    async def serve_again(self) -> None:
+        """Undo `unlink`, because the successor is gone: register again, and wait a moment for it,
+        so that the kubelet notices the end of this agent.
+        """
+        self._closed = False
+        for plugin in self._plugins.values():
+            plugin.register_after_unlink("the agent that was about to take over is gone")
+        await self.sync()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_AGAIN_SECONDS):
+                while not all(plugin.status.stream_open for plugin in self._plugins.values()):
+                    await self.lists_sent.newer_than(self.lists_sent.version)
 
     async def hand_over(self) -> None:
         """Let go of every resource for good; return when another agent can register them. The
