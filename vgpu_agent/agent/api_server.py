@@ -84,8 +84,9 @@ class ClusterAccess:
     Attributes:
         pod_cache: the pods of this node.
         node_watch, pod_watch: the watches of our Node and of its pods; None before `connect`.
-        reschedule, rescue, gpu_evictions, failed_pods: the parts that evict or recreate pods; each
-            is a class of `cluster`, and None while it is off.
+        reschedule, rescue, gpu_evictions: the parts that evict or recreate pods; each is a class of
+            `cluster`, and None while it is off.
+        failed_pods: the part that reports pods which failed while no agent ran; None while off.
         connected: there are credentials.
         disconnected_reason: why there is no connection; empty when there is one.
         origin: where the credentials come from; empty without any.
@@ -120,6 +121,7 @@ class ClusterAccess:
         self._leaving_at = 0.0  # unix seconds; 0 until `withdraw`
         self._tasks: list[str] = []
         self._settings = settings
+        # where the named configurations are, and the label that chooses one
         self._named_documents = plugin_document().named_documents(settings)
         self._journal = journal
         self._supervisor = supervisor
@@ -227,6 +229,7 @@ class ClusterAccess:
             evictions=self.reschedule.evictions if self.reschedule else {},
             rescued=self.rescue.counts if self.rescue else {},
             gpu_evictions=self.gpu_evictions.counts if self.gpu_evictions else {},
+            # right → the file of manifests/ that grants it
             missing_rights={
                 right: retrying.granted_by(right)
                 for right in (self.client.missing_rights if self.client else ())
@@ -396,6 +399,7 @@ class ClusterAccess:
             journal=self._journal,
             tokens=tokens,
             starting=pods_are_starting,
+            # these only show how far a start has come, and are written last
             progress_annotations=frozenset().union(
                 *(family.vocabulary(settings).progress_annotations for family in FAMILIES)
             ),

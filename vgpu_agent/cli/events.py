@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         {name: value for name, value in given.items() if value is not None},
         arguments.output,
         arguments.timeout,
+        # by these two the agent's answer is recognised, as JSON and as text
         key="events",
         beginning="Events",
     )

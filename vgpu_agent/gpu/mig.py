@@ -115,7 +115,7 @@ def read(
         nvml: the open driver.
         handle: the GPU.
         memory_mib: of the whole GPU, for names of profiles.
-        minor: of the GPU, the key of its capability numbers.
+        minor: of the GPU, the key of the numbers of its device nodes in /dev/nvidia-caps.
         capabilities: where those are found.
 
     Raises:

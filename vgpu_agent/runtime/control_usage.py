@@ -93,7 +93,8 @@ class ControlledUses:
     Args:
         pod_cache: the pods of this node.
         directories: the parents of the containers' directories, ``<pod UID>_<container>``. The
-            first parent that has a directory of the container counts.
+            first parent that has a directory of the container counts. It may be a link to a slot, a
+            small file system (`region_slots`).
         journal: receives an entry when the files cannot be read in time.
         usage: returns the driver's last reading.
         proc_root: the mount point of procfs. Processes on cards are found only in the host's.
@@ -154,8 +155,8 @@ class ControlledUses:
             if not pod.ended
             for container in pod.containers
         ]
-        # Take the driver's reading before the files. A process registers before it uses a card, so
-        # the list then has each process of the reading.
+        # Take the driver's reading before the files. A process registers with the agent before it
+        # uses a card, so the list then has each process of the reading.
         usage = self._usage()
         try:
             found = await self._own_thread.run(
@@ -225,6 +226,7 @@ class ControlledUses:
             limits=_limits(config) if isinstance(config, ReadConfig) else (),
             trouble=self._trouble(config, container, looser),
             registers_processes=isinstance(config, ReadConfig)
+            # with the agent, for the library to know whose processes use a card
             and vgpu_control.is_client(config.compatibility),
         )
 
@@ -278,6 +280,7 @@ def _limits(config: ReadConfig) -> tuple[WrittenLimit, ...]:
         WrittenLimit(
             limit.uuid,
             limit.total_bytes if limit.memory_limit else 0,
+            # the percentage that the container always has
             limit.hard_core if limit.core_limit else _ALL_CORES_PERCENT,
         )
         for _, limit in sorted(config.limits.items())

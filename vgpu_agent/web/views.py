@@ -104,7 +104,8 @@ class GrantView(msgspec.Struct, frozen=True):
     ids_total: int = 0
     shares: tuple[ShareView, ...] = ()
     reserved: When = When()
-    limit: str = ""  # a `LimitState`; empty while the container's share is not decided
+    # whether the limit is in force, a `LimitState`; empty while the share is not decided
+    limit: str = ""
     limit_reason: str = ""
 
     @property
@@ -130,7 +131,8 @@ class ResourceView(msgspec.Struct, frozen=True):
 
     resource: str
     family: str = ""
-    # the sharing of one device, if ids name devices: none, time-slicing, mps or mps-host
+    # the sharing of one device, if ids name devices: none, time-slicing, mps, or mps-host (MPS
+    # whose daemon others run)
     sharing: str = ""
     state: str = ""
     ready: bool = False

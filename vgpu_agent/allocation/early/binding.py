@@ -85,6 +85,7 @@ class EarlyBinding:
         self._ledger = context.ledger
         self._claims = claims
         self._ended_pods = ended_pods
+        # the calls of Allocate for other resources of the same container
         self._siblings = Siblings()
         self._answers = Answers()
         self.wrong_guesses = 0
@@ -93,8 +94,8 @@ class EarlyBinding:
     # -- Allocate ----------------------------------------------------------------------------------
 
     def note_counted_ids(self, resource: str, count: int) -> None:
-        """Note that the kubelet has allocated ``count`` ids of a resource that is only counted.
-        This is evidence of the container of the next call.
+        """Note that the kubelet has allocated ``count`` ids of a resource that exists only for
+        schedulers to count. This is evidence of the container of the next call.
         """
         self._siblings.note_allocated(resource, count)
 
@@ -187,7 +188,7 @@ class EarlyBinding:
                 count=len(ids),
                 node=self._context.node,
                 id_counts=existing,
-                admitted_up_to=self._answers.admitted_up_to,
+                admitted_up_to=self._answers.admitted_up_to,  # in the order of binds
             )
             likely, left = likeliest(found, self._siblings), until - now()
             if likely is not None:

@@ -39,7 +39,7 @@ class _Entry(msgspec.Struct):
     uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9.:-]+\Z")]
     core: Annotated[int, msgspec.Meta(ge=0, le=100_000)]
     memory: _Amount
-    number: Annotated[int, msgspec.Meta(ge=0, le=10_000)]
+    number: Annotated[int, msgspec.Meta(ge=0, le=10_000)]  # of slots
     type: Annotated[str, msgspec.Meta(max_length=256)] = ""
     numa: Annotated[int, msgspec.Meta(ge=-1, le=4096)] = -1
     mig: bool = False
@@ -50,7 +50,7 @@ class _Config(msgspec.Struct, rename="camel"):
     """``node-config-info``."""
 
     device_split: Annotated[int, msgspec.Meta(ge=0, le=10_000)]
-    memory_factor: int
+    memory_factor: int  # MiB in one unit of a pod's request
     memory_scaling: Annotated[float, msgspec.Meta(ge=0, le=1000)]
 
 
@@ -58,7 +58,7 @@ class _Linked(msgspec.Struct):
     """The links of one card in ``node-device-topology``."""
 
     index: int
-    # a level of PCIe and NVLinks, at most
+    # index of another card → types of the link: a level of PCIe, and NVLinks
     links: dict[str, Annotated[list[int], msgspec.Meta(max_length=8)]] = {}
 
 
@@ -78,8 +78,8 @@ def read_cards(annotations: Mapping[str, str], slots: int, keys: Keys) -> NodeCa
     hardware = Hardware(
         tuple(map(_card, entries)),
         config.memory_factor,
-        config.memory_scaling > 1,
-        _links(annotations.get(keys.node_topology, ""), len(entries)),
+        is_oversold=config.memory_scaling > 1,
+        links=_links(annotations.get(keys.node_topology, ""), len(entries)),
     )
     uuids = tuple(entry.uuid for entry in entries)
     return NodeCards(hardware, uuids, _rails(annotations.get(keys.node_gpu_domain, ""), uuids))
