@@ -427,12 +427,15 @@ async def test_watching_shows_changes_and_survives_a_restart(
 ) -> None:
     """In a pipe one page after the other, until it is interrupted."""
     agent, state = changing
+    # Tests that run in the background of a shell ignore SIGINT, and what they start would, too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "vgpu_agent", "status", "--debug-listen", agent.debug_address),
         *("--watch", "0.1"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+    signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     try:
         await until_shown(process.stdout, "NOT READY")
