@@ -109,7 +109,7 @@ class AllocatableWriter:
         self._api, self._path, self._node = api, f"{node_path(node_name)}/status", node
         self._sent, self._lists, self._withdrawn = sent, lists, withdrawn
         self._counted = counted
-        self._failure_log = FailureLog(journal, "allocatable")
+        self._failure_log = FailureLog(journal, "allocatable")  # begins its names in the journal
         self._uid = ""
         self._writes: dict[str, _Write] = {}
         self._backoffs: dict[str, Backoff] = {}
@@ -121,6 +121,7 @@ class AllocatableWriter:
         """Write the counts of each new list until cancelled; ``beat`` sends a heartbeat."""
         while True:
             beat()
+            # taken first, so that no change is missed
             versions = Versions(self._node, self._lists, self._withdrawn)
             withdrawn = self._withdrawn.version
             pause = await self.write_once()
@@ -272,7 +273,7 @@ class AllocatableWriter:
                 self._failure_log.record(
                     resource,
                     "allocatable.refused",
-                    "refused",
+                    "refused",  # recorded once for each resource while this stays the same
                     level="warning",
                     resource=resource,
                     error=text,
@@ -286,4 +287,5 @@ def _kubelet_has_other_list(node: Node, resource: str, sent: SentCounts) -> bool
     If so, the kubelet has not yet written that list to the Node.
     """
     capacity = node.capacity.get(resource)
+    # the kubelet counts all ids of a list as capacity, and the healthy ones as allocatable
     return capacity is not None and not same_quantity(capacity, str(sent.listed))

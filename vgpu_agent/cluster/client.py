@@ -144,7 +144,7 @@ class ApiClient:
             sock_read=seconds,
         )
         async with self._answered("GET", path, timeout, params=params) as response:
-            with answers.failures("GET", path, seconds):
+            with answers.failures("GET", path, seconds):  # turns aiohttp's errors into ours
                 async for chunk in _limited(response.content, "GET", path, LONGEST_LIST_BYTES):
                     yield chunk
 
@@ -255,10 +255,12 @@ class ApiClient:
             yield response
         finally:
             response.close() if verb == "watch" else response.release()
-            await connections.leave(response)
+            await connections.leave(response)  # counts the request as ended
 
     async def _connections_for(self, access: Access) -> Connections:
-        """Return connections for ``access``: the current ones if they suit, or new ones."""
+        """Return connections for ``access`` (the API server's address and the credentials): the
+        current ones if they suit, or new ones.
+        """
         async with self._connecting:
             current = self._connections
             if current is None or not current.suits(access):

@@ -58,7 +58,9 @@ class ConfigMapWatch:
         self.name, self._key = name, key
         self.expected_in = expected_in
         self._journal = journal
-        self._changes = ChangeFilter()
+        self._changes = ChangeFilter()  # lets a report pass if it differs from the last one
+        # Each has a `Reflector`, the loop of its watch. Its `trouble` is the error of the last list
+        # or watch, None when all is well.
         self._places = [_Place(source, namespace, name, journal) for namespace in namespaces]
         for place in self._places:
             # In one of the usual namespaces the role may be missing; in the one that was asked for
@@ -84,6 +86,7 @@ class ConfigMapWatch:
         async with asyncio.TaskGroup() as group:
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:
+                # taken first, so that no change is missed
                 versions = Versions(
                     *(
                         latest
@@ -187,7 +190,7 @@ class _Place:
             decode.config_map,
             self,
             journal=journal,
-            expected=(_FORBIDDEN,),
+            expected=(_FORBIDDEN,),  # the HTTP statuses that it does not log
         )
 
     @property

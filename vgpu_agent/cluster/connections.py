@@ -109,6 +109,8 @@ class Connections:
         """
         access, response = self._access, None
         try:
+            # `failures` turns aiohttp's errors into `ClusterError`, `check` any other answer than a
+            # success
             with answers.failures(method, path, seconds, server=access.server):
                 async with asyncio.timeout(seconds):
                     response = await self._session.request(

@@ -561,8 +561,8 @@ def _container(
         one.name[:_LONGEST_NAME],
         kind,
         limits,
-        unreadable,
-        environment,
+        unreadable_limits=unreadable,
+        environment=environment,  # names of variables
         started=bool(status.restart_count > 0 or runs),
         started_at=max((unix_seconds(run.started_at) for run in runs), default=0.0),
         running=state.running is not None,

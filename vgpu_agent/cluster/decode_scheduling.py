@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LONGEST_MESSAGE = 1000
+_LONGEST_MESSAGE = 1000  # characters
 _LONGEST_NAME = 253
 _MAX_LABELS, _MAX_RESOURCES, _MAX_SELECTED = 256, 64, 256
 _SHARED = 4096  # equal values of pods that are kept once
@@ -227,13 +227,15 @@ def budget(raw: Json) -> Budget:
         read.metadata.namespace,
         read.metadata.name,
         None if selector is None else _selector(selector),
-        status.disruptions_allowed,
-        frozenset(status.disrupted_pods or ()),
+        allowed=status.disruptions_allowed,
+        disrupted=frozenset(status.disrupted_pods or ()),
     )
 
 
 def _gang(metadata: _Metadata, spec: _Spec) -> str:
-    """Return the name of the pod's gang; empty where it is in none."""
+    """Return the name of the pod's gang, the group of pods that is to be scheduled together; empty
+    where it is in none.
+    """
     labels, annotations = metadata.labels or {}, metadata.annotations or _Annotations()
     names = (
         *(labels.get(key) for key in GANG_LABELS),

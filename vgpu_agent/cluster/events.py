@@ -2,7 +2,7 @@
 
 Raising an event never waits and never fails. The event is queued, and written as soon as the API
 server accepts it. After an hour in the queue it is dropped, because an old event would mislead.
-Raised by `failed_pods`, `reschedule` and `rescue`.
+Raised by other modules of this package, and by the scheduler extender.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ class Events:
             heartbeat_seconds: the longest time between two heartbeats of the loop.
         """
         self._api, self._component, self._node_name, self._clock = api, component, node_name, clock
-        self._failure_log = FailureLog(journal, "events")
+        self._failure_log = FailureLog(journal, "events")  # begins its names in the journal
         self._max_queued, self._heartbeat_seconds = max_queued, heartbeat_seconds
         # by object, reason and message, in the order of creation
         self._events: dict[tuple[str, str, str], _Event] = {}
         self._queue: collections.deque[_Event] = collections.deque()
         self._backoff = Backoff()
-        self._raised = Revision()
+        self._raised = Revision()  # advances with each event that is put into the queue
         self.counts = WriterStatus("events")
 
     def raise_event(
@@ -143,7 +143,7 @@ class Events:
         """
         while True:
             beat()
-            versions = Versions(self._raised)
+            versions = Versions(self._raised)  # taken first, so that no change is missed
             pause = await self.write_once()
             if pause > 0:
                 await versions.passed(timeout_seconds=min(pause, self._heartbeat_seconds))

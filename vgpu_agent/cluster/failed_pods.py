@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
 
-REASON = "VgpuPodsFailedWhileDown"
+REASON = "VgpuPodsFailedWhileDown"  # of the event about our Node
 
 # The kubelet forgets a plugin that is away for five minutes, and the scheduler sends the node no
 # pods for it from the first second on.
@@ -42,6 +42,7 @@ _MAX_NAMES = 20
 _LONGEST_NAME = 128
 
 _ADMISSION_ERROR = "UnexpectedAdmissionError"
+# parts of the kubelet's message when the plugin of a resource is away
 _AWAY = ("no healthy devices present", "cannot allocate unregistered device")
 
 

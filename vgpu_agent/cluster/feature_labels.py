@@ -66,8 +66,9 @@ class FeatureLabels:
             return cleanup(node, keep_labels=True)
         labels = self._labels()
         if labels is None:
-            return DesiredNode()
+            return DesiredNode()  # leaves the Node as it is
         self._ours = {key: value for key, value in labels.items() if node.labels.get(key) == value}
+        # None: the label must not be there
         stale = dict.fromkeys(key for key in _written(node) if key not in labels)
         return DesiredNode(
             annotations={ANNOTATION: ",".join(labels)},

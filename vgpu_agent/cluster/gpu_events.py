@@ -74,7 +74,7 @@ class _Lasting(msgspec.Struct):
 
     since: float
     text: str
-    told: bool = False
+    told: bool = False  # its event was raised
 
 
 class GpuEvents:
@@ -104,10 +104,10 @@ class GpuEvents:
         self._failures: dict[str, collections.deque[float]] = {}
         # UID of a pod → its dead devices that were reported, by UUID
         self._on_pods: dict[str, dict[str, _Dead]] = {}
-        self._hung = ""
+        self._hung = ""  # the driver call whose hang was reported last; empty when that is over
         self._driver_missing = False
-        self._missing = ChangeFilter()
-        # the number of the GPU, the XID and its first time, of each error of a program that was
+        self._missing = ChangeFilter()  # by isolation backend, of the libraries that are missing
+        # the UUID of the GPU, the XID and its first time, of each error of a program that was
         # reported
         self._program_errors: set[tuple[str, int, float]] = set()
         # kind, subject and text of a problem, without numbers
@@ -117,7 +117,7 @@ class GpuEvents:
         """Raise events until cancelled; send a heartbeat at least every `LOOK_SECONDS`."""
         while True:
             beat()
-            versions = Versions(self._facts.inventory)
+            versions = Versions(self._facts.inventory)  # taken first, so that no change is missed
             self.look_once()
             await versions.passed(timeout_seconds=LOOK_SECONDS)
 
@@ -219,6 +219,7 @@ class GpuEvents:
             over = self._problems.pop(key)
             if over.told:
                 self._events.raise_event(node, PROBLEM_OVER, f"over: {over.text}", "Normal")
+        # `part` names the kind and the subjects of a problem, `reason` has its text and the remedy
         for key, problem in present.items():
             known = self._problems.setdefault(key, _Lasting(now, f"{problem.part}: {problem.text}"))
             if not known.told and now - known.since >= LOOK_SECONDS:
@@ -256,6 +257,7 @@ class GpuEvents:
             (gpu, each.xid, each.first_at): each
             for gpu, entries in self._facts.driver().xids.items()
             for each in entries
+            # one that is not ignored makes its GPU Unhealthy, which has events of its own
             if each.ignored and each.remedy is Remedy.APPLICATION
         }
         for gpu, xid, first_at in seen.keys() - self._program_errors:

@@ -85,9 +85,9 @@ class GpuEvictions:
         self._api, self._events, self._facts, self._pods = api, events, facts, pods
         self._after_seconds, self._journal = after_seconds, journal
         self._look_seconds = look_seconds
-        self._failure_log = FailureLog(journal, "gpu_evictions")
-        # Both by the API server's UID. The clock of the event loop: a clock that is set while the
-        # node boots makes no failure an hour old.
+        self._failure_log = FailureLog(journal, "gpu_evictions")  # begins its names in the journal
+        # All three by the API server's UID. The clock of the event loop: a clock that is set while
+        # the node boots makes no failure an hour old.
         self._since: dict[str, float] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._evicted: set[str] = set()
@@ -97,7 +97,7 @@ class GpuEvictions:
         """Evict until cancelled; send a heartbeat before each request."""
         while True:
             beat()
-            versions = Versions(self._facts.inventory)
+            versions = Versions(self._facts.inventory)  # taken first, so that no change is missed
             pause = await self.look_once(beat)
             await versions.passed(timeout_seconds=pause)
 
@@ -152,7 +152,7 @@ class GpuEvictions:
             self._failure_log.record(
                 f"budget {pod.uid}",
                 "gpu_evictions.postponed",
-                "429",
+                "429",  # recorded once for each pod while this stays the same
                 level="info",
                 pod=pod.full_name,
                 error=str(err),
@@ -167,5 +167,5 @@ class GpuEvictions:
         for uid in self._since.keys() - uids.keys():
             del self._since[uid]
             self._backoffs.pop(uid, None)
-            self._failure_log.forget(uid)
+            self._failure_log.forget(uid)  # of all keys that contain it
         self._evicted &= uids.keys()

@@ -49,7 +49,7 @@ def desired_node(facts: GpuFacts, settings: NodeStatus, node: Node, now: float) 
     desired_state = cleanup(node)
     if settings.condition:
         desired_state = desired_state.joined(DesiredNode(conditions={CONDITION: condition(facts)}))
-    if settings.taint != "none":
+    if settings.taint != "none":  # otherwise the effect of the taint
         taints = _taints(facts.inventory.value, settings.taint, now)
         desired_state = msgspec.structs.replace(desired_state, taints=taints)
     return desired_state
@@ -60,6 +60,7 @@ def cleanup(node: Node) -> DesiredNode:
     type that other software has written stays.
     """
     _, reason, _ = node.conditions.get(CONDITION, ("", "", ""))
+    # None: the condition or the taint must not be there
     return DesiredNode(
         conditions={CONDITION: None} if reason in _REASONS else {},
         taints={TAINT: None} if TAINT in node.taints else {},
@@ -92,7 +93,7 @@ def condition(facts: GpuFacts) -> tuple[str, str, str]:
         return "False", reason, f"{named}{more}"
     if driver.state is NvmlState.HUNG:
         return "Unknown", _HUNG, f"the NVIDIA driver does not return from {driver.call}"
-    if inventory.failures:
+    if inventory.failures:  # of the GPUs that are there, and could not be read
         return "False", _NOT_ANSWERING, "; ".join(inventory.failures[:_NAMED])
     if inventory.gpus:
         number = len(inventory.gpus)

@@ -124,7 +124,7 @@ class NodePublisher:
             wake,
         )
         self._clock, self._look_seconds = clock, look_seconds
-        self._failure_log = FailureLog(journal, "node")
+        self._failure_log = FailureLog(journal, "node")  # begins its names in the journal
         self._journal = journal
         self._write_history = WriteHistory()
         self._backoffs = {
@@ -154,7 +154,7 @@ class NodePublisher:
         self._beat = beat
         while True:
             beat()
-            versions = Versions(self._node, self._wake)
+            versions = Versions(self._node, self._wake)  # taken first, so that no change is missed
             pause = await self.publish_once()
             await versions.passed(timeout_seconds=pause)
             await asyncio.sleep(_COALESCING_SECONDS)
@@ -194,7 +194,7 @@ class NodePublisher:
             seconds = self._seconds_until_due(entry)
             if seconds == 0.0:
                 due.append(entry)
-            elif seconds is not None:
+            elif seconds is not None:  # None where the Node has it already
                 pause, later = min(pause, seconds), True
             self._say_why_it_waits(entry, seconds)
         left = await self._write(node, due)
@@ -337,6 +337,7 @@ class NodePublisher:
         (entry,) = desired_state
         self._refused[entry.name] = (
             entry.desired,
+            # the pause after a failure that trying again does not mend
             asyncio.get_running_loop().time() + slow_seconds(),
         )
         self._failure_log.failed(entry.name, err, permission, key=entry.name)

@@ -132,7 +132,7 @@ class PodPublisher:
             starting,
             frozenset((ANNOTATIONS, key) for key in progress_annotations),
         )
-        self._failure_log = FailureLog(journal, "pods")
+        self._failure_log = FailureLog(journal, "pods")  # begins its names in the journal
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff()  # shared by all pods, beside the one of each
         self._done = Revision()  # requests that have ended
@@ -146,6 +146,7 @@ class PodPublisher:
         async with asyncio.TaskGroup() as requests:
             while True:
                 beat()
+                # taken first, so that no change is missed
                 versions = Versions(self._pod_cache.revision, self._wake, self._done)
                 pause = self._begin(requests)
                 await versions.passed(timeout_seconds=pause)
@@ -236,7 +237,7 @@ class PodPublisher:
             seconds = writing.history.seconds_until_due("/".join(entry), present, desired)
             if seconds == 0.0:
                 changes[entry] = desired
-            elif seconds is not None:
+            elif seconds is not None:  # None where the pod has it already
                 wait = min(wait or seconds, seconds)
         if not changes or writing.gone:
             writing.pending_since = None
@@ -349,7 +350,7 @@ class PodPublisher:
             uid for uid, writing in self._writings.items() if uid not in uids and not writing.busy
         ]:
             del self._writings[uid]
-            self._failure_log.forget(uid)
+            self._failure_log.forget(uid)  # of all keys that contain it
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -1,9 +1,10 @@
 """Quantities of resources: the forms of ``resource.Quantity``, read as the whole number that a
 device plugin needs, or in the thousandths in which a scheduler adds them up.
 
-Used by `decode`. The API server has already refused fractions and negative numbers for resources
-that the kubelet knows as extended, but it keeps each user's spelling of the number (``"10k"``), and
-a stand-in, a webhook or a mirror pod may show anything.
+Used by the decoders, and by the modules that compare quantities. The API server has already refused
+fractions and negative numbers for resources that the kubelet knows as extended, but it keeps each
+user's spelling of the number (``"10k"``), and a stand-in, a webhook or a mirror pod may show
+anything.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Reflector(Generic[T]):
         self._expected = frozenset(expected)
         self._version = ""
         self._well_since: float | None = None
-        self._changes = ChangeFilter()
+        self._changes = ChangeFilter()  # of failures: one with the status of the last is not logged
         # of unreadable objects, so that one that changes every second does not flood the log
         self._unreadable = ChangeFilter()
 

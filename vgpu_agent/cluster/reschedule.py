@@ -68,7 +68,7 @@ class Reschedule:
             events: for the owners.
             refusals: the current refusals.
             wake: advances with each change of ``refusals``.
-            binding: the times of events and evictions.
+            binding: has the time after which a pod is evicted.
             journal: evictions and troubles are recorded there.
             notices: messages about containers that were started, but not as they asked; their pods
                 get an event for each.
@@ -82,7 +82,7 @@ class Reschedule:
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
         self._binding, self._journal = binding, journal
         self._look_seconds = look_seconds
-        self._failure_log = FailureLog(journal, "reschedule")
+        self._failure_log = FailureLog(journal, "reschedule")  # begins its names in the journal
         # Both in seconds of the event loop: a clock that is set while the node boots makes no
         # refusal an hour old.
         # pod, container and first refusal → when it was seen here
@@ -101,7 +101,7 @@ class Reschedule:
         self._beat = beat
         while True:
             beat()
-            versions = Versions(self._wake)
+            versions = Versions(self._wake)  # taken first, so that no change is missed
             pause = await self.check_once()
             await versions.passed(timeout_seconds=pause)
 
@@ -138,7 +138,7 @@ class Reschedule:
             refusal.pod,
             REFUSED,
             f"container {refusal.container} may not start with its {refusal.resource}: "
-            f"{refusal.text}",
+            f"{refusal.text}",  # the reason with the remedies
         )
         return self._look_seconds
 
@@ -147,7 +147,7 @@ class Reschedule:
         pod, after = refusal.pod, self._binding.refused_evict_seconds
         # To evict the mirror of a static pod ends nothing: the kubelet runs the pod from a file.
         if (
-            after <= 0
+            after <= 0  # no pod is evicted
             or MIRROR_POD in pod.annotations
             or pod.deleting
             or pod.ended
@@ -193,7 +193,7 @@ class Reschedule:
             self._failure_log.record(
                 f"budget {pod.uid}",
                 "reschedule.postponed",
-                "429",
+                "429",  # recorded once for each pod while this stays the same
                 level="info",
                 pod=pod.full_name,
                 error=str(err),
@@ -207,7 +207,7 @@ class Reschedule:
         self._last_events = {key: last for key, last in self._last_events.items() if key[0] in uids}
         self._evicted &= uids
         for uid in self._backoffs.keys() - uids:
-            self._failure_log.forget(uid)
+            self._failure_log.forget(uid)  # of all keys that contain it
         self._backoffs = {uid: backoff for uid, backoff in self._backoffs.items() if uid in uids}
 
 

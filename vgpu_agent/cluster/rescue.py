@@ -60,14 +60,14 @@ _ADMISSION_ERROR = "UnexpectedAdmissionError"
 _PAGE, _MAX_PAGES = 50, 10
 _MAX_COPIES = 16
 _LONGEST_BODY_BYTES = 2 * 1024 * 1024
-_MAX_KEYS, _MAX_DONE = 512, 2000
+_MAX_KEYS, _MAX_DONE = 512, 2000  # entries of `State.tries`, and of `Rescue._done`
 # The pause before the next check whether a deleted pod is gone; it doubles up to the maximum.
 _CHECK_SECONDS, _CHECK_MAX_SECONDS = 0.5, 5.0
 # Failed pods are listed at most once in this time.
 _LIST_SECONDS = 5.0
 # A pod that was created so soon after another one is not the replacement of that one.
 _TOGETHER_SECONDS = 2.0
-_NO_TRIES = Tries(0, 0.0)
+_NO_TRIES = Tries(number=0, last=0.0)
 
 _Value = TypeVar("_Value")
 
@@ -141,7 +141,7 @@ class Rescue:
         self._resources, self._refusals, self._stale = resources, refusals, frozenset(stale)
         self._events, self._copies, self._journal, self._clock = events, copies, journal, clock
         self._look_seconds = look_seconds
-        self._failure_log = FailureLog(journal, "rescue")
+        self._failure_log = FailureLog(journal, "rescue")  # begins its names in the journal
         self._state = State()
         self._cases: dict[str, _Case] = {}  # by UID
         self._recreations: dict[str, _Recreation] = {}  # of copies, by UID
@@ -161,6 +161,7 @@ class Rescue:
         self._state = await self._copies.read()
         while True:
             beat()
+            # taken first, so that no change is missed
             versions = Versions(self._wake, self._pod_cache.revision)
             pause = await self.check_once()
             await versions.passed(timeout_seconds=pause)
@@ -497,7 +498,7 @@ class Rescue:
         self._failure_log.record(
             f"budget {case.pod.uid}",
             "rescue.postponed",
-            "429",
+            "429",  # recorded once for each pod while this stays the same
             level="info",
             pod=case.pod.full_name,
             error=str(err),
@@ -510,7 +511,10 @@ class Rescue:
     def _report_not_stored(self, err: OSError) -> None:
         directory, name = os.path.split(self._copies.path)
         self.write_failure = WriteFailure(
-            directory, name, err.strerror or str(err), "no pod is deleted to be created again"
+            directory,
+            name,
+            err.strerror or str(err),
+            meanwhile="no pod is deleted to be created again",
         )
         self._failure_log.record(
             "copies",
@@ -529,7 +533,7 @@ class Rescue:
 
     def _drop(self, uid: str) -> None:
         self._cases.pop(uid, None)
-        self._failure_log.forget(uid)
+        self._failure_log.forget(uid)  # of all keys that contain it
 
 
 def _now() -> float:

@@ -115,8 +115,8 @@ class FailureLog:
 
     def __init__(self, journal: Journal, writer: str) -> None:
         self._journal = journal
-        self._writer = writer
-        self._changes = ChangeFilter()
+        self._writer = writer  # the beginning of the names of its events in the journal
+        self._changes = ChangeFilter()  # by key, of the trouble that was recorded last
 
     def failed(self, key: str, err: ClusterError, permission: str, /, **facts: Any) -> None:
         """Record that the write ``key`` has failed.

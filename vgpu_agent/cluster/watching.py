@@ -87,7 +87,7 @@ class PodWatch(_Watch):
             decode_pod,
             _Living(pod_cache),
             journal=journal,
-            trim=pod_cache.fitting,
+            trim=pod_cache.fitting,  # those of a long list that the cache has room for
         )
 
     @property

@@ -131,7 +131,9 @@ async def names_by_nvml(settings: GpuSettings, *, sysfs_root: str) -> tuple[str,
         proc_root=Path(settings.proc_root),
         report=_ignore,
     )
-    thread = NvmlThread(nvml, session, Listener(_ignore, _ignore, _ignore, _ignore))
+    thread = NvmlThread(
+        nvml, session, Listener(event=_ignore, wait_failed=_ignore, hung=_ignore, answering=_ignore)
+    )
     thread.start()
     try:
         return await thread.call("look for integrated GPUs", session.names)

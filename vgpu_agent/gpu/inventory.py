@@ -163,7 +163,7 @@ def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
     """Return the MIG instances of ``gpu`` without a description in this reading:
     UUID → the driver's error.
     """
-    if card.mig.layout.unread:
+    if card.mig.layout.unread:  # the driver's error where it lists none of them
         return {instance.uuid: card.mig.layout.unread for instance in gpu.mig_instances}
     known = {instance.index: instance for instance in gpu.mig_instances}
     return {
@@ -222,7 +222,7 @@ def _read_card(
     if name in _SKIPPED_NAMES:
         return None
     pci_bus_id = nvml.pci_bus_id(handle)
-    with nvml.watched("read numa_node", uuid):
+    with nvml.watched("read numa_node", uuid):  # sysfs may hang like a driver call
         numa_node, warning = numa.node(pci_bus_id)
     if warning:
         warnings.append(warning)

@@ -97,6 +97,7 @@ class Session:
         # again. Each MIG device that a GPU has is a slot of its layout.
         self._layouts: dict[str, mig.Layout | None] = {}
         self._mig_troubles: dict[str, tuple[str, ...]] = {}
+        # UUID and PCI address of the GPUs whose links were read last
         self._links_of: frozenset[tuple[str, str]] | None = None
 
     def read(self, *, reopen: bool = False) -> Snapshot:
@@ -218,6 +219,7 @@ class Session:
         troubles: dict[str, tuple[str, ...]] = {}
         for card in reading.cards:
             uuid = card.gpu.uuid
+            # problem → the slots that have it; "?" where the driver does not list the slots
             slots: dict[str, list[str]] = (
                 {card.mig.layout.unread: ["?"]} if card.mig.layout.unread else {}
             )

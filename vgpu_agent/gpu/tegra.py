@@ -42,6 +42,7 @@ class IntegratedGpu:
 
     async def start(self) -> None:
         """Put the GPU into the inventory."""
+        # minor -1: there is no /dev/nvidia<minor>
         found = Inventory(
             version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vgpu_agent.gpu.nvml import Handle, NvLinks, Nvml
     from vgpu_agent.model import Gpu
 
-Links = dict[tuple[str, str], Link]
+Links = dict[tuple[str, str], Link]  # by the UUIDs of the pair
 
 
 def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, list[str]]:

@@ -104,21 +104,22 @@ class GpuWatch:
             self._nvml,
             self._session,
             Listener(
-                self._on_event,
-                self._on_wait_failed,
-                self._on_hung,
-                self._on_answering,
-                beat,
-                self._on_not_sampled,
+                event=self._on_event,
+                wait_failed=self._on_wait_failed,
+                hung=self._on_hung,
+                answering=self._on_answering,
+                waiting=beat,
+                not_sampled=self._on_not_sampled,
             ),
         )
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
         self._history = XidHistory()
         self._links: dict[tuple[str, str], Link] = {}
-        self._reopening = Reopening(POLL_SECONDS)
+        self._reopening = Reopening(interval_seconds=POLL_SECONDS)
         # of each XID event: when it was last recorded (monotonic), and how many were left out since
         self._xids: dict[DeviceEvent, tuple[float, int]] = {}
-        self._problems = log.ChangeFilter()  # journals a problem when it begins or changes
+        # journals a problem when it begins or changes, and anew after `over`
+        self._problems = log.ChangeFilter()
         self._wake = asyncio.Event()
         # monotonic
         self._polled_at = self._next_poll = self._next_usage = self._looked_at = self._next_look = (
@@ -308,8 +309,8 @@ class GpuWatch:
                     uuid: Probe(trouble=problem)
                     for uuid, problem in inventories.silent_instances(gpu, card).items()
                 }
-                self._healths.probed(gpu, card.probe, now, silent)
-        if snapshot.links is not None:
+                self._healths.probed(gpu, card.probe, now, silent=silent)
+        if snapshot.links is not None:  # they were read anew, because GPUs came or went
             kept = {
                 pair: link
                 for pair, link in self._links.items()

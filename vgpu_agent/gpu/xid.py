@@ -109,6 +109,7 @@ class XidHistory:
             if same and before.ignored == ignored and at - before.last_at <= _SAME_SECONDS:
                 seen[place] = msgspec.structs.replace(before, last_at=at, count=before.count + 1)
                 return
+        # `at` is its first and its latest time, 1 the number so far
         seen.append(XidSeen(code, found.text, found.remedy, ignored, at, at, 1, *instance))
         del seen[:-_MAX_SEEN]
 

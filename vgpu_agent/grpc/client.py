@@ -60,7 +60,7 @@ async def call(
         CallError: the socket has no listener, the answer is an error, or it did not come within
             ``timeout_seconds``.
     """
-    channel = _Channel(path=str(socket_path), codec=Bytes())
+    channel = _Channel(path=str(socket_path), codec=Bytes())  # leaves messages encoded
     try:
         return await _answer(channel, socket_path, method, request, timeout_seconds, on_connected)
     finally:

@@ -183,7 +183,7 @@ class GrpcServer:
     def _called(self, path: str, call: CallerMethod) -> Callable[[_ByteStream], Awaitable[None]]:
         async def serve(stream: _ByteStream) -> None:
             async with self._counted(path):
-                caller = stream.peer.addr()
+                caller = stream.peer.addr()  # a `Connection` shows it in place of an address
                 await stream.send_message(await call(await _request(stream), caller))
 
         return serve
@@ -258,7 +258,7 @@ class _ClosableServer(Server):
     """grpclib's server, with a list of its connections so that they can be closed."""
 
     def __init__(self, methods: dict[str, Handler], limits: Limits) -> None:
-        super().__init__([_Servable(methods)], codec=Bytes())
+        super().__init__([_Servable(methods)], codec=Bytes())  # leaves messages encoded
         self._limits = limits
         self._mapping = _Methods(methods)
         self._connections: list[Connection] = []  # oldest first

@@ -77,7 +77,7 @@ class DeviceListEncoder:
         if isinstance(devices, NumberedList):
             for block, healthy in devices.blocks:
                 yield from self._block(block, healthy=healthy)
-            devices = devices.others
+            devices = devices.others  # of devices that are not offered any more, still held
         part: list[bytes] = []
         for device in devices:
             key = (device.id.id, device.id.numa_node, device.healthy)
@@ -94,7 +94,8 @@ class DeviceListEncoder:
         """Encode a block. Ids of equal length differ only in the digits of their numbers,
         so the bytes between two numbers are constant.
         """
-        number_text = block.codec.text
+        number_text = block.codec.text  # makes the text of a number
+        # ranges of numbers whose ids have one length
         for smallest, end in block.equally_long():
             encoded = self._device(block.text(smallest), block.numa_node, healthy)
             suffix = self._suffix(block.numa_node, healthy=healthy)
@@ -277,12 +278,20 @@ def decode_answer(encoded: bytes) -> Edits:
                     wire.to_integer(each) for field, _, each in wire.fields(mount) if field == 3
                 )
                 mounts.append(
-                    Mount(wire.string(mount, 1), wire.string(mount, 2), read_only=read_only)
+                    Mount(
+                        container_path=wire.string(mount, 1),
+                        host_path=wire.string(mount, 2),
+                        read_only=read_only,
+                    )
                 )
             elif number == 3:
                 node = wire.to_bytes(value)
                 nodes.append(
-                    DeviceNode(wire.string(node, 1), wire.string(node, 2), wire.string(node, 3))
+                    DeviceNode(
+                        container_path=wire.string(node, 1),
+                        host_path=wire.string(node, 2),
+                        permissions=wire.string(node, 3),
+                    )
                 )
             elif number == 4:
                 annotations[wire.string(wire.to_bytes(value), 1)] = wire.string(

@@ -91,6 +91,7 @@ class SentList(msgspec.Struct, frozen=True):
             missing = sum(
                 listed.count_missing(block) for block, healthy in self.devices.blocks if healthy
             )
+            # `others`: the held ids of lost devices
             return missing, listed.unknown - {device.id.id for device in self.devices.others}
         ids = listed if isinstance(listed, frozenset) else frozenset[str]()
         healthy = {device.id.id for device in self.devices if device.healthy}
@@ -191,7 +192,7 @@ class PluginService:
         self.options_asked += 1
         return codec.encode_options(
             pre_start_required=self._pre_start_required,
-            offers_preference=self._resource.offers_preference,
+            offers_preference=self._resource.offers_preference,  # GetPreferredAllocation
         )
 
     async def _list_and_watch(self, _: bytes, send: Send) -> None:

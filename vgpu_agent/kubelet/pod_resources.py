@@ -162,7 +162,7 @@ class PodResources:
         self._refusal = ""
         self._get_limiter = RateLimiter(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
         self._socket_without_get: tuple[int, int, int] | None = None
-        self._reader: PodResourcesReader | None = None
+        self._reader: PodResourcesReader | None = None  # of Get; kept, because it learns
         self.lists_answered = self.gets_answered = 0
 
     def close(self) -> None:

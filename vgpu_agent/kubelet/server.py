@@ -89,7 +89,7 @@ class DevicePlugin:
         self._journal = journal
         self._lists_revision = lists_revision
         self._stopping = asyncio.Event()
-        self._has_successor = False
+        self._has_successor = False  # set by `hand_over`: another agent registers next
         self._streams_ended = asyncio.Event()
         self._may_register = may_register
         self._has_waited = False  # for `may_register`, since the last round ended
@@ -470,6 +470,7 @@ class _Instance:
             timeout_seconds=timeout_seconds,
             on_connected=self._confirm_socket,
         )
+        # kubelets that connect during Register ask for the options then
         self._called_back = self._service.options_asked > 0
 
     async def unlink(self) -> bool:
@@ -491,7 +492,7 @@ class _Instance:
         path = self._directory.directory / name
         server = GrpcServer(unary={OPTIONS: refuse}, streams={}, limits=LIMITS)
         try:
-            listener = await asyncio.to_thread(bind, path, "--kubelet-dir")
+            listener = await asyncio.to_thread(bind, path, setting="--kubelet-dir")
         except ListenError:
             return False
         try:

@@ -55,7 +55,7 @@ def read_export(text: str, gpus: int) -> Mapping[int, Division]:
     if root is None or faults:
         where = f"line {faults[0].line}: {faults[0].text}" if faults else "it is empty"
         raise MigError(f"its output is not YAML ({where}): {_shown(text)}")
-    configurations = root.plain
+    configurations = root.plain  # in Python's own types
     configurations = configurations.get("mig-configs") if isinstance(configurations, dict) else None
     if not isinstance(configurations, dict) or len(configurations) != 1:
         raise MigError(

@@ -89,6 +89,7 @@ class MigParted:
             raise MigError(
                 f"cannot write {path}: {err.strerror or err}; check stateDirectory"
             ) from err
+        # `CURRENT` is the name of the only configuration in the file
         await self._run("apply", ("-f", str(path), "-c", CURRENT))
 
     async def _run(self, command: str, arguments: Sequence[str]) -> str:
