@@ -512,6 +512,8 @@ class DeviceRoom(msgspec.Struct, frozen=True):
     Attributes:
         trouble: why no container may get anything of it now; empty when containers may.
         holders: how many containers have a share of it.
+        holders_free: how many more may get one.
+        exclusive: a container has it for itself alone.
     """
 
     device: str

@@ -52,7 +52,7 @@ def for_scheduled(
             count=1,
             memory_mib=lambda _: share.memory_mib,
             cores_percent=share.cores_percent,
-            text="",
+            text="",  # the demand in words, which only errors show
         )
         # `lack` names what a room lacks for the demand
         fitting = [
@@ -91,7 +91,7 @@ def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inv
         for room in rooms
         if not room.trouble
         and not room.exclusive
-        and room.holders_free
+        and room.holders_free  # how many more containers may share it
         and room.device != err.device
     ]
     final = (

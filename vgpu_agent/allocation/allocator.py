@@ -126,6 +126,7 @@ class Allocator:
             family = by_ids.get(grant.family)
             return family.shares(grant.resource, grant.ids, inventory) if family else grant.shares
 
+        # paused families start no container now
         self._ledger.offer(resources, stand_for, paused=[family.name for family in families.paused])
 
     def refresh_claims(self) -> None:
@@ -229,6 +230,7 @@ class Allocator:
                 "reach containers"
             )
         if mode.late:
+            # by annotation where the kubelet has no field for CDI names
             return self.late_start.allocate(offered, ids, by_annotation=mode.by_annotation)
         return await self.early.allocate(offered, ids, self._pod_family(offered))
 
@@ -297,9 +299,15 @@ class Allocator:
         """Bring the ledger in line with the kubelet's records (see `Ledger.reconcile`);
         each correction is journalled.
 
-        ``newest_grant`` is the number of the last grant that was booked before the records were
-        read. ``kept_grants`` are numbers of grants that stay although the records do not show them.
-        `Ledger.reconcile` explains the others.
+        Args:
+            records: the kubelet's records.
+            reservation_seconds: how long a grant may stay without a holder in the records.
+            newest_grant: the number of the last grant that was booked before the records were read.
+            initial: the ledger is being rebuilt, so a grant that only the records show is no drift.
+            may_release: False while the kubelet is still finding its pods again after a restart.
+            has_ended: tells whether the pod of a grant has ended according to the API server.
+            ended_only: release nothing but grants of ended pods.
+            kept_grants: numbers of grants that stay although the records do not show them.
 
         Returns:
             The corrections that were drift: the ledger had been wrong.

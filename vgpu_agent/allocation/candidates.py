@@ -86,7 +86,7 @@ def _never_admitted(pod: Pod, id_counts: Mapping[str, int]) -> bool:
     a fake mirror pod, or one that asks for more of our resources than exist, or for an amount that
     cannot be read.
     """
-    if pod.mirror and not pod.static_uid:
+    if pod.mirror and not pod.static_uid:  # set once the mirror is confirmed
         return True
     return any(
         container.limits.get(name, 0) > count or name in container.unreadable_limits

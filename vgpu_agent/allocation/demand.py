@@ -125,7 +125,7 @@ class Demand:
                 pod_uid=uid,
                 since=self._before.get((uid, gpu), self._now),
                 order=order,
-                named=False,
+                named=False,  # no scheduler has named the GPU
             )
             for gpu in chosen
         ]

@@ -48,7 +48,7 @@ def with_single_holders(
         return records
     holdings = (
         records.holdings
-        if records.complete
+        if records.complete  # pod-resources answered, so these are not of the checkpoint alone
         else [each for each in records.holdings if not pod_cache.has_ended(each.owner.pod_uid)]
     )
     others = [holding for holding in holdings if holding.resource not in resources]

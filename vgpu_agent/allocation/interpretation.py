@@ -170,6 +170,7 @@ class Interpretation:
             name = hidden.pop(key)
         by_token, _ = self._indexed(self._context.carrier.records)
         for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
+            # without a UID: by namespace and name, as far as both are known
             if record.owner.pod_uid == uid if uid else record.owner.may_be_in_pod_of(holding.owner):
                 name = name or record.owner.container
         return (
@@ -191,6 +192,7 @@ class Interpretation:
         )
 
     def _by_pod(self, family: PodFamily, holding: Holding) -> InterpretedHolding | None:
+        """Interpret a holding of a resource whose devices the pod decides on (``by_pod``)."""
         offered = next(
             (offer for offer in self._ledger.resources if offer.name == holding.resource), None
         )
@@ -201,6 +203,7 @@ class Interpretation:
         if pod is not None and self._is_over(
             pod, record.owner.container if record else holding.owner.container
         ):
+            # ended: a later container of the pod may have the shares now
             return InterpretedHolding(family.name, shares=(), by_pod=True, ended=True)
         if record is not None:
             if self._is_outdated(record, pod):
@@ -300,6 +303,7 @@ class Interpretation:
         """
         owner, token = holding.owner, grant_token(holding.resource, holding.ids)
         by_token, by_uid = self._indexed(self._context.carrier.records)
+        # `may_be`: the two are the same container, as far as both are known
         same_ids = [record for record in by_token.get(token, ()) if record.owner.may_be(owner)]
         more_ids = [
             record

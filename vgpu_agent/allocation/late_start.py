@@ -178,7 +178,7 @@ class LateStart:
                 grant = await (
                     self._bind(start)
                     if is_late
-                    else self._early.prove(start, self._decide, self._book)
+                    else self._early.prove(start, decide=self._decide, book=self._book)
                 )
             except (
                 RequestRefusedError,
@@ -446,6 +446,7 @@ class LateStart:
                 decision.shares,
                 start.owner,
                 evidence=(*start.found.evidence, decider),
+                # grants that lose their shares
                 ended=ended_before(self._context.ledger.grants, start.pod, start.owner),
                 may_overcommit=may,
             )

@@ -46,6 +46,7 @@ def question(
         grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares
     }
     siblings.pop(container, None)
+    # `pod_uid`, because a pod that has a part of its shares gets the rest before others
     rooms = ledger.rooms(name, excluding=own, pod_uid=uid)
     ended = {
         *own,

@@ -135,7 +135,7 @@ class CdiController:
         # nvidia.com/gpu of the container toolkit, or the kind of the specs that the agent generates
         self._kind = TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND
         self._roots: Roots | None = None  # where the driver and its device nodes are
-        self._tool = settings.cdi.nvidia_ctk
+        self._tool = settings.cdi.nvidia_ctk  # path of the program that makes specs
         self._channels = Channels()
         self._inventory: Inventory | None = None
         self._nameless: dict[str, str] = {}  # devices that have no name, and why
@@ -223,6 +223,7 @@ class CdiController:
         if not any(name.startswith(f"{self._kind}=") for name in names):
             if self._source.error:
                 return Withheld(self._source.error)
+            # temporary: an error only if it lasts
             return Withheld("the CDI spec of this node's GPUs is being made", temporary=True)
         vendor = self._kind.partition("/")[0]
         for channel in self._channels.ids:
@@ -327,7 +328,7 @@ class CdiController:
                 command=self._command(),
                 timeout_seconds=nvidia_ctk.TIMEOUT_SECONDS,
                 roots=self._roots,
-                hook_path=cdi.hook_path,
+                hook_path=cdi.hook_path,  # on the node: the program that runtimes run as a hook
                 feature_flags=cdi.feature_flags,
                 disable_hooks=cdi.disable_hooks,
             )
@@ -335,6 +336,7 @@ class CdiController:
             id_strategy = "index" if self._by_index else "uuid"
             self._source.want(
                 Wanted(
+                    # the GPUs' spec is made again when these differ
                     device_facts=(present_cards(self._inventory), driver),
                     driver_version=driver,
                     id_strategy=id_strategy,

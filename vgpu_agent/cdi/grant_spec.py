@@ -78,7 +78,7 @@ def spec_text(record: GrantRecord, edits: Edits, inlined: InlinedEdits | None = 
     """Make the content of the grant's spec file; the same for the same grant.
 
     Args:
-        record: becomes annotations, named after the attributes that `GrantRecord` explains.
+        record: becomes annotations. `GrantRecord` explains their values.
         edits: those of the container.
         inlined: the edits of `other_names`.
 
@@ -195,7 +195,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "shares": msgspec.json.encode(record.shares).decode(),
         "by": record.decider,
         "decided-at": repr(record.decided_at),
-        "collected": record.own_directory,
+        "collected": record.own_directory,  # it is removed (collected) once the pod is gone
         **({"may-overcommit": "true"} if record.may_overcommit else {}),
         **({"rules-out": ",".join(record.inits_not_running)} if record.inits_not_running else {}),
     }

@@ -71,7 +71,7 @@ def resolve_edits(names: Iterable[str], specs: Sequence[Spec]) -> InlinedEdits:
         additional_gids=_distinct(group for part in parts for group in part.additional_gids),
     )
     return InlinedEdits(
-        version=least_version(edits, annotated=True),
+        version=least_version(edits, annotated=True),  # the spec of a grant has annotations
         container_edits=msgspec.json.decode(msgspec.json.encode(edits)),
     )
 

@@ -48,11 +48,21 @@ def find_roots(*, driver_root: str, dev_root: str, container_driver_root: str) -
     """
     dev_on_node = dev_root or driver_root
     if not os.path.isdir(container_driver_root):
-        return Roots(driver_root, driver_root, dev_on_node, dev_on_node)
+        return Roots(
+            driver=driver_root,
+            driver_on_node=driver_root,
+            dev=dev_on_node,
+            dev_on_node=dev_on_node,
+        )
     dev = (
         container_driver_root if os.path.isdir(os.path.join(container_driver_root, "dev")) else "/"
     )
-    return Roots(container_driver_root, driver_root, dev, dev_on_node)
+    return Roots(
+        driver=container_driver_root,
+        driver_on_node=driver_root,
+        dev=dev,
+        dev_on_node=dev_on_node,
+    )
 
 
 def on_the_node(spec: Spec, roots: Roots) -> Spec:

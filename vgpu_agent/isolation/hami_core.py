@@ -162,11 +162,11 @@ class HamiCore(msgspec.Struct):
             files=(
                 HostFile(
                     region_path,
-                    SIZE,
-                    parts,
+                    size=SIZE,
+                    parts=parts,
                     mode=0o666,
-                    renewed=limit_parts(limits),
-                    allocated=True,
+                    renewed=limit_parts(limits),  # written into a region that is in use
+                    allocated=True,  # takes its space on the disk at once
                 ),
             ),
             own_directory=directory,  # removed once the pod is gone

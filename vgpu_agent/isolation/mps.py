@@ -306,8 +306,8 @@ def mps_edits(
     return Edits(
         environment=environment,
         mounts=(
-            Mount(pipe, options.host_pipe(resource.name)),
-            Mount(SHARED_MEMORY, options.host_shared_memory),
+            Mount(container_path=pipe, host_path=options.host_pipe(resource.name)),
+            Mount(container_path=SHARED_MEMORY, host_path=options.host_shared_memory),
         ),
     )
 

@@ -78,7 +78,7 @@ class SlotLimit(msgspec.Struct, frozen=True):
             self.hard_limit,
             self.memory_limit,
             self.oversold,
-            1,
+            1,  # activate: the slot is in use
         )
 
 

@@ -261,12 +261,15 @@ class VgpuControl(msgspec.Struct, frozen=True):
                     parts=((0, ids),),
                 ),
                 HostFile(
-                    f"{directory}/{CONFIG_FILE}", SIZE, config_parts(self._owner(target), limits)
+                    f"{directory}/{CONFIG_FILE}",
+                    size=SIZE,
+                    parts=config_parts(self._owner(target), limits),
                 ),
                 *(_writable(directory, path) for path in written),
             ),
             own_directory=directory,  # removed once the pod is gone
-            # VMEM_FILE too: one may be left from before tracks_virtual_memory was switched off
+            # files of the container's previous run; VMEM_FILE too: one may be left from before
+            # tracks_virtual_memory was switched off
             removed=tuple(dict.fromkeys([PIDS_FILE, VMEM_FILE, *written])),
         )
 
@@ -456,6 +459,7 @@ def _writable(directory: str, path: str) -> HostFile:
     sizes = {VMEM_FILE: (VMEM_SIZE, vmem_head()), SM_NODE_FILE: (SM_NODE_SIZE, sm_node_head())}
     size, head = sizes.get(path, (0, b""))
     parts = ((0, head),) if head else ()
+    # renewed: written into a file that containers have mapped
     return HostFile(
         f"{directory}/{path}", size, parts, mode=0o666, renewed=parts, allocated=size > 0
     )
@@ -465,4 +469,4 @@ def _file_mounts(paths: tuple[str, ...], directory: str) -> Iterator[Mount]:
     places = {"vmem_node": VMEM_DIRECTORY, "sm_node": SM_NODE_DIRECTORY, _LOCKS: LOCK_DIRECTORY}
     for path in paths:
         folder, _, name = path.partition("/")
-        yield Mount(f"{places[folder]}/{name}", f"{directory}/{path}")
+        yield Mount(container_path=f"{places[folder]}/{name}", host_path=f"{directory}/{path}")

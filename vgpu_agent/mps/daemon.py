@@ -101,6 +101,7 @@ class Daemon:
     def withheld(self, plan: DaemonPlan) -> Withheld | None:
         """Explain why a resource with that plan must not be offered now; None when it may."""
         if trouble := self.status.trouble:
+            # temporary: an error only if it lasts
             return Withheld(trouble, temporary=self.status.state is MpsState.STARTING)
         if self._plan.covers(plan):  # the same, or the same with more GPUs
             return None
@@ -144,8 +145,9 @@ class Daemon:
         await self._control().quit()
         await asyncio.to_thread(directories.clear, self._plan)
         self._modes.forget()
+        # a plan names each of its GPUs together with the memory limit there
         await self._modes.release(limit.uuid for limit in self._plan.devices)
-        self.status.not_given_back = ""
+        self.status.not_given_back = ""  # no GPU is left exclusive
         await asyncio.to_thread(directories.forget, self._plan)
         if self._wanted is None:
             await asyncio.to_thread(directories.remove_pipe, self._plan)

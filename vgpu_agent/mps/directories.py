@@ -57,7 +57,7 @@ def view(root: str, *, simulated: bool, in_pod: bool) -> MpsView:
     if simulated:
         return MpsView(root, simulated=True)
     if in_pod or os.path.ismount(CONTAINER_ROOT):
-        return IN_CONTAINER
+        return IN_CONTAINER  # at `CONTAINER_ROOT`
     return MpsView(root)
 
 

@@ -124,6 +124,7 @@ class Supervision:
         """Explain why the plan's resource must not be offered now; None when it may."""
         if daemon := self._daemons.get(plan.resource):
             return daemon.withheld(plan)
+        # temporary: an error only if it lasts
         return Withheld("its MPS control daemon is about to be started", temporary=True)
 
     async def stop(self) -> None:

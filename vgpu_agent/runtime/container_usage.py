@@ -69,7 +69,8 @@ class ContainerUsages:
         Args:
             pod_cache: the pods that live.
             directories: where containers have a directory of their own, ``<pod UID>_<container>``;
-                the first that has one counts.
+                the first that has one counts. It may be a link to a slot, a small file system
+                (`region_slots`).
             journal: regions that cannot be read are recorded there.
             pause_seconds: between two looks.
             proc_root: where the host's processes are seen, if they are.

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from vgpu_agent.runtime.elf import SharedObject
 
 _PRODUCT = "libvgpu-control.so of vgpu-manager v1.0.0 or newer"
-_SHOWN_LAYOUT = "1"
+_SHOWN_LAYOUT = "1"  # of ``vgpu.config``, for the journal
 CLIENT = "device-client"
 _CLIENT_MODE = 0o755
 _ELF = b"\x7fELF"
 
 # Functions that find the driver's functions, allocate, report the memory, and launch kernels
-# (vgpu-manager §8.1).
+# (vgpu-manager §8.1). The library must export one name of each entry.
 _FUNCTIONS = (
     ("dlsym",),
     ("cuGetProcAddress", "cuGetProcAddress_v2"),
@@ -122,5 +122,9 @@ def _install_client(settings: Settings, library: DeliveredLibrary) -> None:
 
 
 RECOGNITION = Recognition(
-    VGPU_CONTROL, _PRODUCT, _FUNCTIONS, _layout, install_companions=_install_client
+    backend=VGPU_CONTROL,
+    product=_PRODUCT,
+    functions=_FUNCTIONS,
+    layout=_layout,
+    install_companions=_install_client,
 )

@@ -149,7 +149,7 @@ class ControlledUses:
                 pod.name,
                 container.name,
                 container.container_id,
-                container.started and bool(container.limits),
+                required=container.started and bool(container.limits),
             )
             for pod in self._pod_cache.pods
             if not pod.ended

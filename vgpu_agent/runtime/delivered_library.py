@@ -188,7 +188,7 @@ class DeliveredLibrary:
 
     def _install(self) -> tuple[str, str]:
         preload = os.path.join(self.host_directory, "ld.so.preload")
-        # Without a newline, as the replaced plugins write it.
+        # The library's path in containers, without a newline, as the replaced plugins write it.
         write_if_different(preload, self._recognition.backend.library.encode())
         # checked now, or the node would offer shares, and each start would be refused
         host_files.require_only_root([preload])

@@ -400,6 +400,9 @@ class GrantDirectory:
     def _journal_new(self, event: str, level: str, failed: Mapping[str, Mapping[str, str]]) -> None:
         """Journal the failures that are new or have another error than last time.
         On a node with many pods, repetitions would fill the journal within minutes.
+
+        Text after a space in ``event`` keeps its failures apart from others of that event. It is
+        not journalled.
         """
         changes = self._failures.setdefault(event, log.ChangeFilter())
         for what, facts in failed.items():
@@ -468,7 +471,7 @@ class GrantDirectory:
         return records
 
     async def _inlined(self, provision: Provision) -> InlinedEdits | None:
-        names = grant_spec.other_names(provision.edits)
+        names = grant_spec.other_names(provision.edits)  # CDI names
         return await self._inline(names) if names and self._inline is not None else None
 
     def _deliver(
@@ -501,7 +504,7 @@ class GrantDirectory:
             return True
 
     def _make(self, provision: Provision) -> None:
-        for path in provision.removed:
+        for path in provision.removed:  # e.g. files of the container's previous run
             host_files.remove_file(region_slots.resolve_slot(provision.own_directory), path)
         with self._noting(os.path.dirname(provision.own_directory), "the files of containers"):
             try:
@@ -527,7 +530,10 @@ class GrantDirectory:
             cause = err.__cause__
             if directory and isinstance(cause, OSError) and cause.errno in _OF_THE_FILE_SYSTEM:
                 failure = WriteFailure(
-                    directory, files, cause.strerror or str(cause), "no new container starts"
+                    directory=directory,
+                    files=files,
+                    error=cause.strerror or str(cause),
+                    meanwhile="no new container starts",
                 )
                 self._note_failure(failure)
             raise
@@ -587,7 +593,7 @@ class GrantDirectory:
                 self._prepared = {**self._prepared, record.token: record}
             self._write(
                 self._path(record.token, self._kept),
-                grant_spec.spec_text(record, Edits()),
+                grant_spec.spec_text(record, Edits()),  # a spec only in form, for its record
                 os.path.dirname(self._kept),
             )
 

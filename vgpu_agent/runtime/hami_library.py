@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PRODUCT = "HAMi-core's libvgpu.so"
 
 # Functions that find the driver's functions, allocate, report the memory, and launch kernels. All
-# releases from HAMi 2.4.1 to 2.10 have them (hami-core §3.1, §3.2).
+# releases from HAMi 2.4.1 to 2.10 have one name of each entry (hami-core §3.1, §3.2).
 _FUNCTIONS = (
     ("dlsym",),
     ("cuGetProcAddress", "cuGetProcAddress_v2"),
@@ -77,4 +77,10 @@ def _layout(library: SharedObject, content: bytes) -> str:
     return _SHOWN_LAYOUT
 
 
-RECOGNITION = Recognition(HAMI_CORE, _PRODUCT, _FUNCTIONS, _layout, hami_core.uses_lock)
+RECOGNITION = Recognition(
+    backend=HAMI_CORE,
+    product=_PRODUCT,
+    functions=_FUNCTIONS,
+    layout=_layout,
+    locks=hami_core.uses_lock,  # a lock file that containers would share
+)

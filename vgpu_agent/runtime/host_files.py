@@ -155,7 +155,8 @@ def make_directory(path: str, mode: int = 0o755) -> None:
 
 
 def make_file(file: HostFile, mounts: MountTables) -> None:
-    """Make the file as its `HostFile` describes.
+    """Make the file as its `HostFile` describes: its parts are (offset, bytes), and all else is
+    zero. If it is ``allocated``, all of its space is taken on the disk at once.
 
     An existing file with the same content stays. One that containers have mounted keeps its inode
     and gets the parts `HostFile.renewed` in place. One without mounts was left by an ended

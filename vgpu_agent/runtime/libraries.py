@@ -38,7 +38,7 @@ class Libraries:
                 recognition,
                 settings,
                 journal,
-                instead=next(
+                instead=next(  # what else can be done without it, for errors
                     (
                         family.library.instead
                         for family in FAMILIES
@@ -59,7 +59,8 @@ class Libraries:
                 await library.install()
             except HostFileError as err:
                 trouble = str(err)
-            installed[name] = InstalledLibrary(library.path, trouble, library.locks)
+            # locks: the library makes a lock file that containers would share
+            installed[name] = InstalledLibrary(library.path, trouble, locks=library.locks)
         return installed
 
     def check(self, settings: Settings) -> Mapping[str, InstalledLibrary]:

@@ -80,6 +80,7 @@ _BACKLOG = 128
 _MAX_MESSAGE_BYTES = 16 * 1024
 _LONGEST_TOKEN = 128
 
+# streams: calls with many answers, which this service does not have
 _LIMITS = Limits(connections=_MAX_CONNECTIONS, streams=0, request_bytes=64 * 1024)
 
 
@@ -112,7 +113,7 @@ class Request(msgspec.Struct, frozen=True):
             raise RequestRefusedError(
                 f"register_uuid has {len(token)} characters and {_LONGEST_TOKEN} are the most"
             )
-        container_directory(uid, name)
+        container_directory(uid, name)  # raises if one of the two is no such name
         return cls(uid, name, token)
 
 
@@ -180,6 +181,7 @@ class ProcessRegistry:
 
     async def run(self) -> None:
         """Serve until cancelled; a loop for the supervisor."""
+        # a method of `by_caller` also gets the `_Connection` over which it was called
         server = GrpcServer(
             unary={}, streams={}, limits=_LIMITS, by_caller={METHOD: self._register}
         )
@@ -269,6 +271,7 @@ class ProcessRegistry:
         for name in os.listdir(self._directory):
             if name.startswith(".") and len(name) == len(unfinished.name):
                 sockets.remove(self._directory / name)  # one that a killed agent has left
+        # with the setting that decides the path, for the error
         listener = sockets.bind(unfinished, "vgpuControl.hostDirectory")
         try:
             listener.listen(_BACKLOG)

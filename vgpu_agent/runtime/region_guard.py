@@ -86,7 +86,7 @@ class RegionGuard:
     def __init__(
         self, places: Sequence[GuardedPlace], journal: Journal, *, pause_seconds: float
     ) -> None:
-        self.cuts = 0
+        self.cuts = 0  # how often a region was cut
         self._places = tuple(places)
         self._journal = journal
         self._pause_seconds = pause_seconds

@@ -134,6 +134,7 @@ class Acceptor:
         except OSError:
             connection.close()
             return
+        # a pid of 0: this process cannot see it
         member = member_of(self._proc_root, peer.pid, seen_at=peer.seen_at) if peer.pid else None
         if not self._rate_limiter.take(member):
             connection.close()

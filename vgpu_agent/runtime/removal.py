@@ -70,7 +70,8 @@ class _Tree:
         self._path = path
         self._until = until
         self._clock = clock
-        self._lifted = 0
+        self._lifted = 0  # directories moved to the top so far, for their new names
+        # of the present pass: whether anything was removed or moved, and the last error
         self._progress = False
         self._trouble: OSError | None = None
 

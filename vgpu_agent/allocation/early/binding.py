@@ -374,6 +374,7 @@ class EarlyBinding:
                 meant_for = self._answers.exchange(start.token, start.key)
                 for grant in self._ledger.grants:
                     if grant.decided_for == start.key and grant.resource == start.offered.name:
+                        # the shares of that grant are the other container's from now on
                         self._ledger.redirect(grant.number, meant_for)
                 exchanged = f"exchanged with {self._pod_text(meant_for[0])}, whose share is equal"
         if (

@@ -19,10 +19,10 @@ class Siblings:
     resources are only there for schedulers to count: their ids are neither booked nor answered
     (`Decider.NOBODY`).
 
-        The kubelet allocates a container's resources one after the other, in any order. A call
-        since the last decision belongs to the container of that decision, or to the present one.
+    The kubelet allocates a container's resources one after the other, in any order. A call since
+    the last decision belongs to the container of that decision, or to the present one.
 
-        State: the calls since the last decision, and the resources that its container still lacked.
+    State: the calls since the last decision, and the resources that its container still lacked.
     """
 
     def __init__(self) -> None:
