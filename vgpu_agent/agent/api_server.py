@@ -320,6 +320,7 @@ class ClusterAccess:
                 name,
                 self.pod_cache,
                 journal=self._journal,
+                # keeps no other annotations and labels than these
                 decode_pod=decode.pods_with(pod_keys(self._settings)),
             )
             watches.append(("watch of pods", self.pod_watch))
@@ -330,6 +331,7 @@ class ClusterAccess:
                 file.name,
                 journal=self._journal,
                 namespaces=file.namespaces(self._settings),
+                # the namespace that the operator has named; empty for none
                 expected_in=file.configured_namespace(self._settings),
             )
             self.config_maps[file.name] = config_map
@@ -441,7 +443,7 @@ class ClusterAccess:
                 wake=refusals.revision,
                 stale=stale_keys(settings),
                 events=self.events,
-                copies=PodCopies(settings.state_directory),
+                copies=PodCopies(settings.state_directory),  # of pods between deletion and creation
                 journal=self._journal,
             )
             self._loop("failed pods", self.rescue.run)
@@ -484,6 +486,7 @@ class ClusterAccess:
         now: float,
     ) -> DesiredNode:
         if self._leaving_at:
+            # what an agent that has left for good has to remove from the Node
             return (
                 allocator.cleanup(self._leaving_at)
                 .joined(gpu_status.cleanup(node))
@@ -500,6 +503,7 @@ class ClusterAccess:
         """Return those of the resources whose failed pods are evicted or created again
         (`cluster.rescue`); ``family_names`` has the family of each.
         """
+        # `names`: its own name and those of its parts, such as vgpu-manager-mig
         asking = (family.names for family in FAMILIES if rescues(family, self._settings))
         families = frozenset().union(*asking)
         return frozenset(name for name, family in family_names.items() if family in families)
@@ -511,7 +515,7 @@ class ClusterAccess:
         if self.node_publisher is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self.node_publisher.first.wait()
+                    await self.node_publisher.first.wait()  # set once that is written
 
     async def fetch_pod(self, namespace: str, name: str) -> Pod | None:
         """See `allocation.context.Fetch`."""

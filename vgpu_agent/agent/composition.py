@@ -113,7 +113,7 @@ async def run(loaded: Loaded) -> bool:
         AgentError: it cannot start: no driver, an address in use, a list that the kubelet would not
             take, a wrong configuration that a label of the Node names.
     """
-    limit_heaps()
+    limit_heaps()  # so that freed memory returns to the system
     # The configuration that a label of the Node names, if there is one. It is read before all else,
     # because some settings hold for as long as the process lives.
     loaded, named = await with_named_configuration(loaded)
@@ -211,6 +211,7 @@ class Agent:
         earlier_in = HAMI_CORE.directory_before(settings)
         grants_in = (*containers_in, earlier_in)
         self._region_guard = RegionGuard(
+            # `folders`: in a container's directory, those with the files that it can write
             [
                 GuardedPlace(directory, folders=backend.folders, allowed_size=backend.allowed_size)
                 for backend, directory in zip(BACKENDS, containers_in, strict=True)
@@ -222,12 +223,14 @@ class Agent:
             settings.binding.cdi_directory,
             self._journal,
             proc_root=settings.gpu.proc_root,
+            # records of grants without a spec, which were answered in full in Allocate
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,  # replaces CDI names by the edits behind them
             free_disk_space=self._region_guard.free_disk_space,
             on_file_made=self._on_file_made,
             old_directory=earlier_in,
             slots=[RegionSlots(directory) for directory in containers_in],
+            # where a killed agent may have left unfinished files
             other_directories=(
                 *(backend.host_directory(settings) for backend in BACKENDS),
                 *grants_in,
@@ -345,6 +348,7 @@ class Agent:
         )
         self._container_usages = ContainerUsages(
             self._cluster.pod_cache,
+            # the last: where volcano-vgpu-device-plugin before 1.12 made containers' directories
             (HAMI_CORE.containers_directory(settings), earlier_in, DIRECTORY_BEFORE_1_12),
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
@@ -440,7 +444,7 @@ class Agent:
         )
         for warning in self._loaded.warnings:
             _logger.warning("config.warning", problem=warning)
-        for collision in self._loaded.collisions:
+        for collision in self._loaded.collisions:  # conflicts between families
             _logger.error("config.collision", problem=collision)
         async with self.web, self._supervisor:
             try:
@@ -501,7 +505,7 @@ class Agent:
         self._serves_node = True
         await self._grant_keeping.restore()
         await self._grant_keeping.withdraw_foreign_specs()
-        self._allocator.ready.set()
+        self._allocator.ready.set()  # without it, the kubelet's calls wait
         self._cluster.start_writers(
             self._allocator,
             self._refusals,

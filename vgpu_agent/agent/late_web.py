@@ -52,6 +52,7 @@ class LateWeb:
         """
         self._status = status
         self._reviews = reviews
+        # the families with metrics at an address of their own, as programs that they replace had
         self._exporters = [
             (family, options)
             for family in FAMILIES

@@ -83,6 +83,7 @@ class NamedConfiguration:
         self.label: str | None = None
         self.waited_seconds = 0.0
         self._known_label: Callable[[], str | None] = lambda: None
+        # where the named configurations are, and the label that chooses one
         self._named_documents = plugin_document().named_documents(settings)
         self._own_sources, self._settings = sources, settings
         self._why_unread = ""  # why the label has not been read
@@ -118,7 +119,7 @@ class NamedConfiguration:
         if self.problem and not self.choice.reason:  # nothing is in force that could stay
             before = self._before_restart
             if before is not None and (not before.key or before.key in keys):
-                self._take(Choice(before.key, "in force before the agent was restarted"))
+                self._take(Choice(before.key, reason="in force before the agent was restarted"))
             else:
                 self._take(
                     msgspec.structs.replace(self._named_documents.choose("", keys), problem="")
@@ -160,7 +161,8 @@ class NamedConfiguration:
             own = None if sources.file is None else load.read(sources.file)
             text = before.text.encode() if before.key else None
             loaded = load.load_contents(
-                self._with(named), load.Contents(own, self._file(named), text)
+                self._with(named),
+                load.Contents(own=own, nvidia_file=self._file(named), nvidia=text),
             )
             self.journal.record(
                 "config.refused",

@@ -88,7 +88,7 @@ class Reload:
         for warning in outcome.warnings:
             if warning not in self.loaded.warnings:
                 _logger.warning("config.warning", problem=warning)
-        for collision in outcome.collisions:
+        for collision in outcome.collisions:  # conflicts between families
             if collision not in self.loaded.collisions:
                 _logger.error("config.collision", problem=collision)
         self.loaded, self._refused, self.needs_restart = outcome, (), tuple(later)

@@ -67,6 +67,7 @@ class Report:
         controlled_uses: the use by containers that are limited by vgpu-control.
         mps: returns the status of each MPS control daemon.
         cdi: returns the status of the CDI specs and names.
+        write_failures: returns the files that could not be written at the last attempt.
         unreadable_regions: returns the file of a container → why it cannot be read.
         share_seconds: returns (namespace, pod, resource) → the seconds for which the pod has held
             shares, times their number.
@@ -199,11 +200,13 @@ class Report:
             self._ledger_part_version = ledger.revision.version
             self._ledger_part = LedgerStatus(
                 revision=ledger.revision.value,
+                # ids that containers hold and that this node does not offer
                 unknown_ids=ledger.foreign_ids,
                 capacity=_max_holders(ledger.resources),
                 free={
                     resource.name: ledger.free_ids(resource.name) for resource in ledger.resources
                 },
+                # Decider.NOBODY: the resource exists only for schedulers to count
                 rooms={
                     resource.name: ledger.rooms(resource.name)
                     for resource in ledger.resources
@@ -246,6 +249,7 @@ class Report:
                 text=f"{nvml.call}{of_gpu} has not returned for {time.time() - nvml.since:.0f} s",
                 remedy=Remedy.DRIVER.sentence(nvml.gpu),
             )
+        # UNUSED: a Tegra GPU is used without NVML
         elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
             yield Problem(
                 ProblemKind.NVML,
@@ -253,7 +257,7 @@ class Report:
                 text=nvml.last_error or f"the driver is {nvml.state.value}",
             )
         for resource, reason in self.offering.withheld.items():
-            yield Problem(ProblemKind.RESOURCE, resource, reason)
+            yield Problem(ProblemKind.RESOURCE, subject=resource, text=reason)
         plugins = self.offering.statuses
         read = nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}
         if read and not plugins and not self.offering.withheld and not self.starting:
@@ -302,8 +306,8 @@ class Report:
                 silent_seconds = now - report.last_heartbeat_at
                 yield Problem(
                     ProblemKind.TASK,
-                    report.name,
-                    f"no heartbeat for {silent_seconds:.0f} s; it will not recover by itself",
+                    subject=report.name,
+                    text=f"no heartbeat for {silent_seconds:.0f} s; it will not recover by itself",
                 )
 
 

@@ -85,10 +85,10 @@ class StateFile(Generic[Facts]):
             await asyncio.to_thread(self._replace, msgspec.json.encode(facts))
         except OSError as err:
             self.failure = WriteFailure(
-                str(self._path.parent),
-                self._path.name,
-                err.strerror or str(err),
-                self._when_not_written,
+                directory=str(self._path.parent),
+                files=self._path.name,
+                error=err.strerror or str(err),
+                meanwhile=self._when_not_written,
             )
             if self._changes.is_new("write"):
                 _logger.warning(

@@ -196,7 +196,7 @@ def _loaded(
         loaded = load.load(flags, os.environ)
     except ConfigError as err:
         findings += [Finding(name, Level.ERROR, problem, remedy) for problem in err.problems]
-        return schema.root()(), findings
+        return schema.root()(), findings  # the defaults
     findings += [Finding(name, Level.ERROR, text, remedy) for text in loaded.collisions]
     findings += [Finding(name, Level.WARNING, text, remedy) for text in loaded.warnings]
     if not findings:

@@ -62,6 +62,7 @@ def asked(address: Address, pod: str, form: str | None, timeout_seconds: float) 
         {"pod": pod},
         form,
         timeout_seconds,
+        # by these two the agent's answer is recognised, as JSON and as text
         key="pod",
         beginning="pod ",
     )

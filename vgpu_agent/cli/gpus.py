@@ -29,6 +29,7 @@ def add_parser(subparsers: Any) -> None:
         ),
         examples=_EXAMPLES,
         path="/debug/devices",
+        # by these two the agent's answer is recognised, as JSON and as text
         key="gpus",
         beginning="GPUs",
     )

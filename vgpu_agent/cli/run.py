@@ -65,6 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
     log.configure(log_format=load.log_format(flags, os.environ))
     loaded = load.load(flags, os.environ)
     log_settings = loaded.settings.log
+    # `cache_loggers`: nothing in this process configures the log again
     log.configure(log_format=log_settings.format, level=log_settings.level, cache_loggers=True)
     _raise_descriptor_limit()
     # The import takes 200 ms, and an invalid configuration is reported before it.

@@ -253,9 +253,10 @@ def _options(arguments: argparse.Namespace, environment: Mapping[str, str]) -> A
         lease = Lease(
             namespace=arguments.leader_elect_resource_namespace or pod_namespace or "kube-system",
             name=arguments.leader_elect_resource_name,
+            # The beginning of the name that kube-scheduler has as holder; or a name of our own,
             # random, so that a restarted process does not take its old Lease for its own
             identity=prefix if arguments.watch_lease else f"{prefix}_{os.urandom(8).hex()}",
-            is_schedulers=arguments.watch_lease,
+            is_schedulers=arguments.watch_lease,  # it is kube-scheduler's, and is only read
         )
     return Options(
         host=arguments.server_bind_address,
@@ -267,7 +268,7 @@ def _options(arguments: argparse.Namespace, environment: Mapping[str, str]) -> A
         lease=lease,
         event_source=arguments.scheduler_name,
         pod_namespace=pod_namespace,
-        pod_name=pod_name if lease else "",
+        pod_name=pod_name if lease else "",  # the pod that gets the label; empty: none
         probe_port=arguments.probe_bind_port or None,
     )
 

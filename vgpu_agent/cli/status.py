@@ -115,6 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(address: Address, form: str | None, timeout_seconds: float) -> tuple[str, str]:
+    # by the last two the agent's answer is recognised, as JSON and as text
     return answers.shown(address, _PATH, {}, form, timeout_seconds, key="node", beginning="node ")
 
 

@@ -178,6 +178,7 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
     reading.derive_from_simulate()
     settings = reading.finish()
     document_warnings = [
+        # behind the line: the key, which may be empty, and the sentence
         f"{file}:{warning.line}: " + ": ".join(filter(None, warning[1:]))
         for warning in document.warnings
     ]

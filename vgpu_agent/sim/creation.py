@@ -149,14 +149,16 @@ def _link(gpu: layout.Gpu, model: Model, wires: Sequence[links.Wire]) -> None:
         link.up, link.capabilities, link.remote_type = 1, _LINK_CAPABILITIES, wire.remote_type
         to_gpu = wire.remote_type == links.TO_GPU
         link.remote_bus = links.bus_of(wire.peer) if to_gpu else wire.peer
+        # otherwise an NVSwitch
         link.remote_pci_device_id = gpu.pci_device_id if to_gpu else 0x1AF1 << 16 | _VENDOR
 
 
 def _mig_table(gpu: layout.Gpu, model: Model) -> None:
     gpu.mig_capable = int(bool(model.mig))
     for profile in model.mig:
-        row = gpu.profiles[profile.profile]
+        row = gpu.profiles[profile.profile]  # NVML_GPU_INSTANCE_PROFILE_*
         row.valid, row.id, row.name = 1, profile.id, profile.name.encode()
+        # `starts` and `size` count memory slices
         row.placement_count, row.placement_size = len(profile.starts), profile.size
         row.placement_start[: len(profile.starts)] = profile.starts
         for field in (

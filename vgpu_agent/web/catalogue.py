@@ -154,6 +154,7 @@ CATALOGUE: tuple[Metric, ...] = (
         Kind.HISTOGRAM,
         (),
         "Time from the failure of a GPU to its recovery, of all GPUs since the agent's start.",
+        # `read`, `read_count` and `read_buckets`
         *readings.histogram(lambda status: status.nvml.history.recovery_seconds),
     ),
     Metric(
@@ -436,8 +437,8 @@ CATALOGUE: tuple[Metric, ...] = (
         _S,
         _RESOURCE,
         "Time spent in Allocate, granted or refused.",
-        readings.each_plugin(lambda plugin: plugin.allocate_seconds_sum),
-        readings.each_plugin(lambda plugin: plugin.allocations),
+        read=readings.each_plugin(lambda plugin: plugin.allocate_seconds_sum),
+        read_count=readings.each_plugin(lambda plugin: plugin.allocations),
     ),
     *BINDING,
     *CLUSTER,

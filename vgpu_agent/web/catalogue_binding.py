@@ -61,8 +61,8 @@ BINDING: tuple[Metric, ...] = (
         _S,
         _RESOURCE,
         "Time spent in PreStartContainer, granted or refused.",
-        readings.each_plugin(lambda plugin: plugin.pre_start_seconds_sum),
-        readings.each_plugin(lambda plugin: plugin.pre_starts),
+        read=readings.each_plugin(lambda plugin: plugin.pre_start_seconds_sum),
+        read_count=readings.each_plugin(lambda plugin: plugin.pre_starts),
     ),
     Metric(
         "vgpu_agent_refused_starts",

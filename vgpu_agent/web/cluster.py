@@ -44,7 +44,9 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
 
 
 def watch(status: WatchStatus, now: float) -> dict[str, Any]:
-    """Show the status of one watch, without the internal field ``essential``."""
+    """Show the status of one watch, without the internal field ``essential``, which marks the
+    watches that `probes` and `problems` look at.
+    """
     return {name: value for name, value in shown(status, now).items() if name != "essential"}
 
 
@@ -76,11 +78,11 @@ def _pod(status: AgentStatus, pod: Pod, now: float) -> dict[str, Any]:
         "deleting": pod.deleting,
         "scheduler": pod.scheduler,
         "created": when(pod.created_at, now),
-        "bound": pod.bound,
+        "bound": pod.bound,  # its position in the order of binds
         "annotations": {
             key: shortened(value, _LONGEST_VALUE)
             for key, value in sorted(pod.annotations.items())
-            if key not in OF_KUBERNETES
+            if key not in OF_KUBERNETES  # the marks of static pods
         },
         "containers": [_container(status, pod, container) for container in pod.containers],
     }

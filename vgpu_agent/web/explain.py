@@ -64,7 +64,7 @@ def explain(status: AgentStatus, now: float, name: str) -> Explanation:
     """Explain the pod ``namespace/name``."""
     pod = max(
         (pod for pod in status.cluster.pods if pod.full_name == name),
-        key=lambda pod: pod.bound,
+        key=lambda pod: pod.bound,  # its position in the order of binds
         default=None,
     )
     grants = allocations.of_pod(status, now, name)
@@ -135,6 +135,7 @@ def _about(
     for held in xids.held_now(ours_now, now) or xids.held_before(status, events, now):
         yield from xids.sentences(status, now, pod.full_name, held, pod)
     if pod.ended:
+        # ENDED: the pod has left the watch, and how it ended is not known
         how = f" ({pod.phase})" if pod.phase != ENDED else ""
         yield f"The pod has ended{how}; nothing of it starts again."
     elif pod.deleting:

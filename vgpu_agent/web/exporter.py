@@ -152,7 +152,7 @@ def certificate(options: ExporterOptions) -> Callable[[], Awaitable[ssl.SSLConte
         options.certificate_file,
         options.key_file,
         listen=options.listen,
-        flags=options.tls_flags,
+        flags=options.tls_flags,  # the settings of the two files, for messages
         clock=time.monotonic,
     ).context
 

@@ -230,6 +230,7 @@ class Limits:
             for share in grant.shares
             if (gpu := self._status.inventory.gpu(share.device))
         )
+        # `may_be_disabled` reads no more of it than the shares and the last two
         target = Target(
             pod_uid=owner.pod_uid,
             container=owner.container,
@@ -261,6 +262,7 @@ class Limits:
             if (gpu := self._status.inventory.gpu(share.device))
         )
         setting, _ = self._status.config.get("vgpuControl.disableVariable", ("whole-gpus", ""))
+        # `may_be_disabled` reads no more of it than the cards
         target = vgpu_control.ControlTarget(
             pod_uid="", pod="", namespace="", container=container.name, ids=(), cards=cards
         )

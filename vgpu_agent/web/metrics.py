@@ -136,6 +136,7 @@ def _converted(family: FamilySpec, metrics: Iterable[FamilyMetric]) -> Iterator[
 def _reading(family: FamilySpec, metric: FamilyMetric) -> Callable[[Moment], Iterable[Row]]:
     def read(moment: Moment) -> Iterable[Row]:
         status = moment.status
+        # `names`: its own name and those of its parts, such as vgpu-manager-mig
         if not any(each.name in family.names for each in status.binding.families):
             return ()
         grants = [grant for grant in views.live_grants(status) if grant.family in family.names]

@@ -142,7 +142,7 @@ class LibraryServicesInForce:
         )
         if file is None:
             return
-        self._gpu_watch.sample(found, file)
+        self._gpu_watch.sample(found, file)  # from now on, until the next call
         self._sampled = found
 
     def _limited(self) -> Mapping[str, set[str]]:

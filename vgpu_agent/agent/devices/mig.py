@@ -83,7 +83,7 @@ class MigDivider:
             tool.program,
             Path(settings.state_directory) / "mig",
             timeout_seconds=tool.timeout_seconds,
-            setting=tool.setting,
+            setting=tool.setting,  # the settings key of the program, for messages
         )
         return cls(parted, gpu_watch, call_timeout_seconds=nvml_thread.CALL_TIMEOUT_SECONDS)
 

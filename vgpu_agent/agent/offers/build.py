@@ -197,11 +197,13 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
         id_strategy=plugin.device_id_strategy,
         cdi_annotation_prefix=plugin.cdi_annotation_prefix,
         cdi_kind=TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND,
+        # how CDI specs name devices; empty: as `id_strategy` says
         cdi_id_strategy="uuid" if settings.cdi.source == "toolkit" else "",
         pass_device_specs=plugin.pass_device_specs,
         device_root=settings.gpu.dev_root or settings.gpu.driver_root,
         control_nodes=found.control_nodes.paths,
         imex_channels=found.cdi.channels.ids,
+        # the directory on the node below which their device nodes are; empty: `device_root`
         imex_root=found.cdi.channels.root,
         enabled=plugin.device_modes,
         cdi_modes=found.cdi.modes,

@@ -83,14 +83,14 @@ class FamiliesInForce:
         mps_view: MpsView = IN_CONTAINER,
     ) -> None:
         self._settings = settings
-        self._origins = origins
+        self._origins = origins  # setting → the file, flag or variable that has set it
         self._allocator = allocator
         self._offering = offering
         self._cluster = cluster
         self._inventory = inventory
         self._journal = journal
         self._cdi = cdi
-        self._mps_view = mps_view
+        self._mps_view = mps_view  # where this process sees the host's files of MPS
         self._libraries = Libraries(settings, journal)
         self._changing = asyncio.Lock()
         self._families = Families()
@@ -342,6 +342,7 @@ class FamiliesInForce:
     def _choose_mode(self) -> None:
         mode = choose_mode(self._settings.binding.mode, self._cluster.node)
         if mode != self._allocator.mode and mode is not None:
+            # `by_annotation`: the CDI name of a grant reaches the runtime as an annotation
             how = "late" if mode.late else "early"
             self._journal.record(
                 "binding.mode", mode=how, by_annotation=mode.by_annotation, reason=mode.reason

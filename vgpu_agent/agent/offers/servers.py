@@ -123,9 +123,10 @@ class Offering:
             return {}
         return {
             name: SentCounts(
-                plugin.status.ids_sent,
-                plugin.status.healthy_sent,
-                min(plugin.status.healthy_sent, self._ledger.offered_ids(name)),
+                listed=plugin.status.ids_sent,
+                healthy=plugin.status.healthy_sent,
+                # the kubelet keeps some ids a moment longer than schedulers
+                offered=min(plugin.status.healthy_sent, self._ledger.offered_ids(name)),
             )
             for name, plugin in self._plugins.items()
             # with a fault, the kubelet may have another list

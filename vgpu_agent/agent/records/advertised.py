@@ -166,6 +166,7 @@ class ListedIds:
             history.backoff.pause(),
             False,
         )
+        # the fault in the kubelet's list, in words: `not_listed`, `rival` or both
         server.register_again(server.status.list_fault)
 
     def _note_difference(

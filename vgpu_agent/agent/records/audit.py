@@ -132,7 +132,8 @@ class AuditLog:
         for number, grant in grants.items():
             before = self._known.get(number)
             if before is None:
-                # At the first look, the ledger has what it found in the kubelet's records.
+                # At the first look, the ledger has what it found in the kubelet's records. A grant
+                # that it found there later is marked as `found`.
                 new = self._looked and not grant.found
                 facts = self._facts(grant)
                 if self._before is not None:

@@ -157,6 +157,7 @@ class Verification:
             pod_resources_answer = await self._verify()
             differs = pod_resources_answer and await self._listed.compare()
             await asyncio.to_thread(_release_memory)
+            # in doubt: there were no records yet, or the last complete ones lacked a grant
             if differs or self._ledger.in_doubt:
                 pause = 2 * _SHORTEST_PAUSE_SECONDS  # the next pass settles the difference
             elif self._allocator.unconfirmed():  # bookings that the kubelet has not confirmed
@@ -257,7 +258,7 @@ class Verification:
         drift = self._allocator.confirm(
             records,
             reservation_seconds=RESERVATION_SECONDS,
-            newest_grant=newest,
+            newest_grant=newest,  # the last one that was booked before the reading
             initial=initial,
             # A kubelet that has just come back does not list its pods until it has received them
             # again.
@@ -279,7 +280,7 @@ class Verification:
             self.drift_last = tuple(
                 f"{correction.event}: {correction.reason}" for correction in drift
             )
-        for problem in self._ledger.audit():
+        for problem in self._ledger.audit():  # invariants of the ledger that do not hold
             self._journal.record("ledger.unsound", level="error", problem=problem)
         if records.complete:
             self.verified_at = shown_at

@@ -304,6 +304,7 @@ class SimulatedKubelet:
         endpoint = Endpoint(request.resource_name, self.plugins / request.endpoint)
         self._clients[request.resource_name] = endpoint
         try:
+            # a kubelet before 1.25 asks for no options
             await endpoint.connect(asks_options=not self.faults.asks_no_options)
         except CallFailedError as err:
             self._clients.pop(request.resource_name, None)
@@ -342,7 +343,7 @@ class SimulatedKubelet:
         # newer registration, or none (kubelet §3).
         client = self._clients.pop(endpoint.resource, None)
         current = self._endpoints.get(endpoint.resource)
-        if self.faults.tells_clients_apart:
+        if self.faults.tells_clients_apart:  # as kubelets do from 1.37 on
             client = endpoint if current is endpoint else None
         if client is not None and current is not None:
             current.stopped_at = current.stopped_at or time.monotonic()

@@ -99,6 +99,7 @@ class PodResources:
             await context.abort(
                 grpc.StatusCode.UNIMPLEMENTED, "unknown method GetAllocatableResources"
             )
+        # each is a whole encoded response, and so are all of them together
         return b"".join(
             self._resource(resource).allocatable_as(resource) for resource in self._records.devices
         )
@@ -129,6 +130,6 @@ class PodResources:
                 if not container.init:  # init containers that are no sidecars are not listed
                     described = entry.containers.add(name=container.name)
                     for allocation in allocations:
-                        described.MergeFromString(allocation.described)
+                        described.MergeFromString(allocation.described)  # encoded devices
             self._listed_pods[pod.uid] = (key, bytes(response.SerializeToString()))
         return self._listed_pods[pod.uid][1]

@@ -105,7 +105,7 @@ class VgpuExtender:
     ) -> None:
         """Build it; ``clock`` in unix seconds."""
         self.settings = settings or ExtenderSettings()
-        self._keys = Keys(self.settings.domain)
+        self._keys = Keys(self.settings.domain)  # name → key: nvidia.com/pre-allocated
         self._clock = clock
         self._client = ApiClient(access, timeout_seconds=self.settings.request_timeout_seconds)
         self._changed = asyncio.Event()

@@ -81,6 +81,7 @@ class Asked:
 def node_of(pod: Object, keys: Keys) -> str:
     """Return the node on which the pod is, or for which it is planned."""
     bound = (pod.get("spec") or {}).get("nodeName") or ""
+    # `keys` puts the domain before a name: nvidia.com/predicate-node
     return bound or resources.annotations_of(pod).get(keys("predicate-node"), "")
 
 
@@ -99,6 +100,7 @@ def holds_claim(pod: Object, keys: Keys, now: float) -> bool:
     if not refused:
         return True
     stamp = resources.annotations_of(pod).get(keys("predicate-time"), "")
+    # FINISHED_TIME: the allocation has succeeded or failed
     if not stamp.isdigit() or stamp == formats.FINISHED_TIME:
         return False
     planned = int(stamp) / 1e9
@@ -214,7 +216,7 @@ class NodeLedger:
             return (
                 card.is_healthy
                 and not card.is_mig
-                and use.seats < card.seats
+                and use.seats < card.seats  # so many containers may share it
                 and (request.memory or card.memory) <= card.memory - use.memory
                 and request.cores <= free_cores
                 and free_cores > 0
@@ -253,6 +255,7 @@ def _read(node: Object, keys: Keys) -> tuple[Sequence[Card], int] | Reason:
         (cards is None, "node vGPU registry invalid"),
         (config is None, "node has no vGPU configuration"),
         (parsed is None, "node vGPU configuration invalid"),
+        # `split`: how many containers may share a card
         (parsed is not None and parsed.split <= 0, "node not vGPU-enabled"),
         (parsed is not None and parsed.memory_factor <= 0, "node memory factor invalid"),
     )

@@ -85,7 +85,7 @@ class CardUse:
         if self.instances is None:
             self.add(units, ask.cores, group)
             return Claim(self.card.uuid, units, ask.cores)
-        place = self.instances.find(units)
+        place = self.instances.find(units)  # ``[group-position]`` of an instance
         self.add(self.instances.book(place), ask.cores, group)
         return Claim(self.card.uuid + place, units, ask.cores)
 
@@ -94,7 +94,7 @@ class CardUse:
         pods of the group must be on different cards, else empty.
         """
         return (
-            self.holders < self.card.seats
+            self.holders < self.card.seats  # so many containers may share it
             and (not policy_group or policy_group not in self.groups)
             and self.card.memory - self.memory >= ask.memory_on(self.card)
             and self.cores + ask.cores <= _ALL_CORES
@@ -137,7 +137,7 @@ class VgpuLedger:
         geometries: Geometries | None = None,
     ) -> None:
         self.node = node
-        self.mode = registration.mode
+        self.mode = registration.mode  # ``mig`` or ``hami-core``
         self.uses = [
             CardUse(card, _instances(card, registration.mode, geometries))
             for card in registration.cards

@@ -100,7 +100,7 @@ class _Choice:
     pod: Object
     node: str
     placed: Placed
-    lock_key: str
+    lock_key: str  # the annotation by which the node is locked; empty: no lock is needed
 
 
 class VolcanoScheduler:
