@@ -164,7 +164,7 @@ def usage(
             sums[1] += share.cores_percent
             sums[2] += share.exclusive
             sums[3] += 1
-            firm = not grant.may_overcommit
+            firm = not grant.may_overcommit  # no scheduler has decided it
             sums[4] += firm * share.cores_percent
             sums[5] += firm
     for device, (
@@ -207,6 +207,7 @@ def overbooked(
     excess = {}
     for uuid in booked.memory_mib.keys() | booked.holders.keys():
         known = devices.get(uuid)
+        # a resource may offer a device's memory several times
         memory_mib = known.memory_mib * resource.memory_scaling if known else 0.0
         if known and booked.memory_mib[uuid] > memory_mib:
             excess[uuid] = Excess(Measure.MEMORY, booked.memory_mib[uuid], round(memory_mib))
@@ -260,6 +261,7 @@ def unsound(
     a shared exclusive device, two families on one GPU, an id with two holders.
 
     A MIG instance shares with the holder of its whole GPU. Two MIG instances of a GPU do not share.
+    ``holders`` is the index of the ids: resource → id → number of its grant.
     """
     grants = tuple(grants)
     problems = []

@@ -62,17 +62,20 @@ class Arbitration:
 
     def _reset(self) -> None:
         self._withdrawals = Withdrawals(self._clock)
-        self._turns = Turns(self._clock, self._withdrawals.seconds_at_kubelet)
+        self._turns = Turns(self._clock, withdrawn_for_seconds=self._withdrawals.seconds_at_kubelet)
         self._drains = Drains(self._clock)
         self._is_new = True  # nothing has used the three since
 
     # -- changes -----------------------------------------------------------------------------------
 
     def serve(self, paused: Collection[str]) -> None:
-        """Arbitrate between the families that offer something now, without those of ``paused``."""
+        """Arbitrate between the families that offer something now, without those in ``paused``,
+        which start no container for the time being.
+        """
         able = {
             resource.family
             for resource in self._offers.in_order
+            # `NOBODY`: it is only there for schedulers to count
             if resource.decided_by is not Decider.NOBODY
         }
         self._active_families = frozenset(able.difference(paused))
@@ -100,7 +103,7 @@ class Arbitration:
             number: the number of the round of withdrawals, if this begins one; see
                 `note_written_counts`.
             holders_unknown: it is not known which family has which GPU.
-            listed: the kubelet has been sent a list.
+            listed: the kubelet has been sent a list of ids.
 
         Returns:
             Whether a family is offered less than before because of another one.
@@ -203,7 +206,7 @@ class Arbitration:
                 known = (
                     device
                     for uuid in self._offers.devices(resource)
-                    if uuid not in resource.withheld
+                    if uuid not in resource.withheld  # listed, and never granted
                     if (device := self._devices.get(uuid))
                 )
                 gpus.setdefault(resource.family, set()).update(

@@ -135,6 +135,7 @@ class Ledger:
         Raises:
             ValueError: a name occurs twice, or an id in two resources of a family (kubelet V17).
         """
+        # the resources with a grant that was decided for a container, under the limits of that time
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)
         self._arbitration.serve(paused)
@@ -262,7 +263,7 @@ class Ledger:
         """Return how many ids of ``resource`` could be granted now."""
         offered, held = self.resource(resource), self._grants.holder.get(resource, {})
         trouble = self._troubles(offered)
-        if isinstance(offered.ids, NumberedIds):
+        if isinstance(offered.ids, NumberedIds):  # very many, kept as one block for each device
             usable = sum(block.count for block in offered.ids.blocks if not trouble[block.device])
             if not any(trouble.values()):
                 return (
@@ -388,7 +389,10 @@ class Ledger:
         trouble = self._troubles(resource, claims=not self._has_part_of_its_shares(pod_uid))
         return tuple(
             accounting.room(
-                resource, booked, self._devices.get(uuid) or Device(uuid, uuid, 0), trouble[uuid]
+                resource,
+                booked,
+                self._devices.get(uuid) or Device(uuid, gpu=uuid, memory_mib=0),
+                trouble[uuid],
             )
             for uuid in trouble
         )
@@ -568,7 +572,7 @@ class Ledger:
             evidence,
             reserved_at_monotonic=same.reserved_at_monotonic if same else self._clock(),
             may_overcommit=may_overcommit,
-            found=same is not None and same.found,
+            found=same is not None and same.found,  # in the kubelet's records
         )
         known = (
             same is not None and same.shares == decided.shares and same.decided_for == decided_for
@@ -704,8 +708,8 @@ class Ledger:
             ended_only=ended_only,
         )
         self._passes += not ended_only
-        # A kubelet that was started a moment ago lists no pod at first; it has its checkpoint from
-        # the beginning.
+        # A kubelet that was started a moment ago lists no pod at first; it has its checkpoint
+        # (`entries`) from the beginning. `complete`: it has answered with its list.
         lists_pods = bool(records.holdings) or self._passes > 1
         self.rebuilt = (
             self.rebuilt or records.entries is not None or (records.complete and lists_pods)
@@ -797,6 +801,7 @@ class Ledger:
         for device in wanted:
             if too_much := excess.get(device):
                 self._grants.restore(before)
+                # `decidable`: a scheduler may exceed it
                 refused = CapacityError if not too_much.decidable else OvercommitError
                 raise refused(
                     f"{_called(device, wanted)} has no room: "
@@ -809,12 +814,12 @@ class Ledger:
         shares = [share for share in grant.shares if share.device == device]
         by_ids = resource.decided_by is Decider.IDS
         return accounting.Part(
-            sum(share.memory_mib for share in shares),
-            sum(share.cores_percent for share in shares),
-            sum(self._offers.device(resource.name, id_) == device for id_ in grant.ids)
+            memory_mib=sum(share.memory_mib for share in shares),
+            cores_percent=sum(share.cores_percent for share in shares),
+            holders=sum(self._offers.device(resource.name, id_) == device for id_ in grant.ids)
             if by_ids
             else len(shares),
-            any(share.exclusive for share in shares),
+            exclusive=any(share.exclusive for share in shares),
         )
 
     def _still_open(self, holders: set[int], ids: set[str], *, covering: bool) -> Grant | None:

@@ -36,12 +36,20 @@ def devices_of(inventory: Inventory) -> dict[str, Device]:
         ill = next((instance for instance in gpu.mig_instances if not instance.health.ok), None)
         worst = f"{ill.uuid}: {_illness(ill)}" if ill else ""
         devices[gpu.uuid] = Device(
-            gpu.uuid, gpu.uuid, gpu.memory_mib, trouble or worst, divided=gpu.mig_enabled
+            gpu.uuid,
+            gpu=gpu.uuid,
+            memory_mib=gpu.memory_mib,
+            trouble=trouble or worst,
+            divided=gpu.mig_enabled,
         )
         for instance in gpu.mig_instances:
+            # `instance.trouble`: why its device nodes are not known
             own = _illness(instance) or instance.trouble
             devices[instance.uuid] = Device(
-                instance.uuid, gpu.uuid, instance.memory_mib, trouble or own
+                instance.uuid,
+                gpu=gpu.uuid,
+                memory_mib=instance.memory_mib,
+                trouble=trouble or own,
             )
     return devices
 

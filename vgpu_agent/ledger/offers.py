@@ -36,7 +36,7 @@ def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, s
 
 
 def _common(few: Sequence[DeviceId], many: Sequence[DeviceId]) -> str | None:
-    if not isinstance(many, NumberedIds):
+    if not isinstance(many, NumberedIds):  # those are kept as one block for each device
         known = {entry.id for entry in many}
         return next((entry.id for entry in few if entry.id in known), None)
     if not isinstance(few, NumberedIds):

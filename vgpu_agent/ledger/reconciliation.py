@@ -30,9 +30,11 @@ class InterpretedHolding(NamedTuple):
         family: the family of the ids.
         shares: the shares of the holder; empty if the pod decides and there is no decision yet.
         by_pod: the pod decides (`Decider.POD`).
-        decided_for: see `Grant.decided_for`.
+        decided_for: (UID of the pod, container) that the shares were decided for, where the
+            pod decides; None before.
         ended: the container has ended, and a later container of its pod may have the shares now.
-        may_overcommit: see `Grant.may_overcommit`.
+        may_overcommit: a scheduler decided the shares, so the device may have more compute in use,
+            or more holders, than it is meant for.
         decided_at: the time of the decision in unix seconds; 0 if unknown.
     """
 
@@ -90,11 +92,13 @@ class Reconciliation:
             if (interpreted := interpret(holding)) is None:
                 continue
             holders = self._grants.holders(holding.resource, holding.ids)
+            # `newest`: the number of the last grant from before the records were read
             if max(holders, default=0) <= newest and (
                 correction := self._apply_holding(holding, holders, interpreted, initial=initial)
             ):
                 corrections.append(correction)
             confirmed |= self._grants.holders(holding.resource, holding.ids)
+        # in complete records, a holder that is not mentioned is gone
         if records.complete and may_release:
             for grant in list(self._grants.by_number.values()):
                 if grant.number in confirmed or still_runs(grant):
@@ -148,6 +152,7 @@ class Reconciliation:
                 interpreted.decided_for,
                 reserved_at_monotonic=self._clock(),
                 may_overcommit=interpreted.may_overcommit,
+                # in the records only, so it may be older than its time here says
                 found=not continued and not interpreted.decided_at,
             )
         )
@@ -239,6 +244,9 @@ class Reconciliation:
     def _state(
         owner: Owner, interpreted: InterpretedHolding, grant: Grant | None = None
     ) -> GrantState:
+        """Return the state: `IDENTIFIED` once it is certain which container holds the grant, and
+        `RESERVED` where the pod decides and no decision is known yet.
+        """
         if interpreted.by_pod:
             decided_for = grant.decided_for if grant else interpreted.decided_for
             if decided_for is None:

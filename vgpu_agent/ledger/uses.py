@@ -135,12 +135,12 @@ def _use(gpu: str, grants: Sequence[Grant], claims: tuple[Claim, ...]) -> GpuUse
     unnamed = sum(grant.owner is None for grant in grants)
     return GpuUse(
         gpu,
-        oldest.family,
-        oldest.reserved_at,
-        any(grant.found for grant in grants),
-        pods,
-        unnamed,
-        claims,
+        family=oldest.family,
+        since=oldest.reserved_at,
+        or_earlier=any(grant.found for grant in grants),
+        pods=pods,
+        unnamed=unnamed,
+        claims=claims,
     )
 
 

@@ -108,6 +108,7 @@ def _best_of_all(
     sums = {one: sum(scores[one].values()) for one in devices}
     best: tuple[tuple[int, int], tuple[str, ...]] | None = None
 
+    # `reached` is the score of all links of the chosen devices, `within` of those among them
     def extend(chosen: tuple[str, ...], first: int, reached: int, within: int) -> None:
         nonlocal best
         if len(chosen) == count:

@@ -111,7 +111,7 @@ def lack(room: DeviceRoom, demand: DeviceDemand) -> str:
     """Explain in a clause why ``demand`` does not fit into ``room``; empty when it does."""
     memory_mib, cores = demand.memory_mib(room), demand.cores_percent
     reasons = (
-        (bool(room.trouble), room.trouble),
+        (bool(room.trouble), room.trouble),  # why no container may get anything of it
         (room.exclusive, "a container holds all of it"),
         (room.holders_free < 1, f"{room.holders} containers share it already, no more may"),
         (

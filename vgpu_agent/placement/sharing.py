@@ -42,8 +42,8 @@ def choose_replicas(
         policy: `DISTRIBUTED` takes the device with the fewest held replicas, `PACKED` the one with
             the most; on equal terms the device that gave the fewest in this answer, then the one
             whose id sorts first.
-        ranks: device → its rank in `mixing`; devices of a lower rank are used up first. Without it
-            all are alike.
+        ranks: device → its rank by the families that use its GPU (`mixing`); devices of a lower
+            rank are used up first. Without it all are alike.
 
     Raises:
         CapacityError: fewer are available than wanted.

@@ -83,6 +83,7 @@ class Alignment:
         return anchor_of(self._book, self._peers(pod, demand))
 
     def _peers(self, pod: Pod, demand: Demand) -> Sequence[str]:
+        # not asked for, or the facts that only schedulers use could not be read
         if not demand.aligned or pod.scheduling is None:
             return ()
         return self._known_pods.peers(pod.uid, pod.scheduling.group)

@@ -169,6 +169,7 @@ class Bindings:
 
 
 def _texts(values: Mapping[str, str | None]) -> dict[str, str]:
+    # None stands for a key that must not be there
     return {key: value for key, value in values.items() if value is not None}
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_NAMES = 5
-_GIB = 1024
+_GIB = 1024  # MiB
 _WHOLE_PERCENT = 100
-_AT_ONCE = 256
+_AT_ONCE = 256  # Nodes, or amounts taken of cards, that are counted between two yields
 # Lower ends of the buckets of free memory, in MiB; the sizes of cards in use are among them.
 BUCKETS_MIB = (
     1,

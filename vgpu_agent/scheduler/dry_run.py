@@ -70,7 +70,7 @@ class FilterDryRun:
         pod = self._read_pod(arguments.pod)
         if pod.node:
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {pod.node} already")
-        if (wanted := self._family.read_demand(pod)) is None:
+        if (wanted := self._family.read_demand(pod)) is None:  # it asks for no cards
             return FilterResult(
                 nodes={"items": arguments.nodes.items or []} if arguments.nodes else None,
                 node_names=arguments.node_names,
@@ -90,6 +90,7 @@ class FilterDryRun:
     def _refusals(
         self, pod: Pod, demand: Demand, candidates: Mapping[str, msgspec.Raw | None]
     ) -> Mapping[str, Refusal | None]:
+        # `without`: the pod's own cards count as free
         found = dict(self._book.refusals(demand, candidates, without=pod.uid))
         # where the pod has cards already, it is not too far from its peers
         own = self._book.node_of(pod.uid)

@@ -204,7 +204,7 @@ def explain(
 def _about(
     facts: Facts, wanted: PodDemand, *, every_node: bool, is_over: Callable[[], bool]
 ) -> Generator[None, None, Explanation]:
-    demand, keys = wanted.demand, facts.family.key_names
+    demand, keys = wanted.demand, facts.family.key_names  # names of resources and annotations
     groups = yield from survey.grouped(demand, facts.views)
     fitting = sum(len(group.views) for group in groups if group.fits)
     # how many such pods fit, one after the other
@@ -454,6 +454,7 @@ _KINDS = {ContainerKind.INIT: "an init container", ContainerKind.SIDECAR: "a sid
 
 def _request(wanted: PodDemand, views: Sequence[NodeView], keys: KeyNames) -> Iterator[str]:
     """Say what each container asks for, and how its cards are to be chosen."""
+    # how many MiB one unit of memory is
     factors = {view.state.hardware.memory_factor for view in views if view.state is not None}
     factor = factors.pop() if len(factors) == 1 else 0
     for name, container in zip(wanted.names, wanted.demand.containers, strict=True):

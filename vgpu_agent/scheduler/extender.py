@@ -65,7 +65,7 @@ _LEAST_SAMPLE = 100
 
 def cards_of(family: SchedulingFamily, node: Node) -> NodeCards | Unfit:
     """Read the cards of a Node from its annotations and from the allocatable number of the family's
-    resource `SchedulingFamily.number_resource`.
+    resource for the number of cards. On a Node that is the sum of the slots of its cards.
     """
     slots = whole_number(node.allocatable.get(family.number_resource, "0")) or 0
     return family.read_cards(node.annotations, slots)
@@ -442,7 +442,7 @@ class Extender:
                 mode = wanted.demand.topology_mode
                 self._events.fell_back(pod, choice.node, mode, choice.fallback)
             self._promise(pod, choice.holding, wanted)
-            self._known_pods.promise(pod)
+            self._known_pods.promise(pod)  # the watch may not have shown it yet
             self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
             if self._events is not None:
                 self._events.matched(pod, choice.node)
@@ -504,7 +504,7 @@ class Extender:
                 await self._bind(arguments)
                 result, outcome = BindingResult(), SUCCESS
             except AgentError as err:
-                result, outcome = BindingResult(str(err)), ERROR
+                result, outcome = BindingResult(error=str(err)), ERROR
             self._metrics.count(BIND, outcome)
             return msgspec.json.encode(result)
 

@@ -159,6 +159,7 @@ class Metrics:
         try:
             yield
         finally:
+            # the only stage that is measured
             self._seconds.labels(verb, "total").observe(time.perf_counter() - began)
 
     def count(self, verb: str, result: str) -> None:
@@ -171,8 +172,9 @@ class Metrics:
             self._rejects.labels(verb, reason.name).inc(number)
 
     def count_placed(self, demand: Demand, fallback: str = "") -> None:
-        """Count a pod that got cards; ``fallback`` is `Choice.fallback`. The label values are
-        bounded: unknown words of a pod count as none.
+        """Count a pod that got cards. ``fallback`` says what these have instead of the links or the
+        NUMA node that its topology mode asks for; it is empty where the mode was followed. The
+        label values are bounded: unknown words of a pod count as none.
         """
         self._policies.labels(demand.node_policy, demand.device_policy, demand.topology_mode).inc()
         if demand.topology_mode != NONE:
@@ -185,7 +187,9 @@ class Metrics:
             self._strict.labels(demand.topology_mode).inc()
 
     def count_search(self, algorithm: str, candidates: int) -> None:
-        """Count a search among ``candidates`` cards (`placement.linked.searches_seen_by`)."""
+        """Count a search among ``candidates`` cards; ``algorithm`` is ``exhaustive`` or ``greedy``
+        (`placement.linked.searches_seen_by`).
+        """
         self._searches.labels(algorithm).inc()
         self._candidates.labels(algorithm).observe(candidates)
 
@@ -210,6 +214,7 @@ class Metrics:
     def show_watches(self, watches: Mapping[str, WatchStatus], now: float) -> None:
         """Show how long each watch has been failing; ``now`` is in unix seconds."""
         for name, watch in watches.items():
+            # 0 while it works
             seconds = max(now - watch.failing_since, 0.0) if watch.failing_since else 0.0
             self._failing.labels(name).set(seconds)
 

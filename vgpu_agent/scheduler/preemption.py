@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 # After so many Nodes, other tasks of the event loop run; each Node takes less than a millisecond.
 _NODES_AT_ONCE = 16
 
-# Why a pod must not be preempted, beside the reasons in `SchedulingFacts.protected`.
+# Why a pod must not be preempted, beside the reasons in `SchedulingFacts.protected`: it is
+# critical, static, or of a DaemonSet.
 _NOT_BOUND, _SAME_GANG, _NOT_LOWER = "not_bound", "same_gang", "not_lower_priority"
 
 
@@ -102,9 +103,9 @@ class Preemption:
             budgets: all PodDisruptionBudgets.
             resources_of_node: Node → the extended resources that it has, which kube-scheduler may
                 count.
-            journal: what is answered is recorded there.
-            metrics: what is answered is counted there.
-            events: pods are told there; None tells them nothing.
+            journal: records the answers.
+            metrics: counts the answers.
+            events: writes events about pods; None writes none.
         """
         self._book, self._family, self._read_pod = book, family, read_pod
         self._known_pods, self._alignment = known_pods, alignment

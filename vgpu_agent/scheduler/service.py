@@ -139,7 +139,7 @@ class _Objects(Generic[T]):
         self._known: set[str] = set()
 
     def replace(self, items: Iterable[T], /) -> None:
-        """See `reflector.Sink`."""
+        """Pass on ``items``, which are all objects that there are, and forget the others."""
         present = set()
         for item in items:
             present.add(self._key(item))
@@ -149,12 +149,12 @@ class _Objects(Generic[T]):
         self._known = present
 
     def put(self, item: T, /) -> None:
-        """See `reflector.Sink`."""
+        """Pass on an object that was added or changed."""
         self._known.add(self._key(item))
         self._see(item)
 
     def remove(self, item: T, /) -> None:
-        """See `reflector.Sink`."""
+        """Forget an object that was deleted."""
         self._known.discard(self._key(item))
         self._forget(self._key(item))
 
@@ -194,7 +194,8 @@ class Service:
             )
         book, known_pods, budgets = Book(), KnownPods(), Budgets()
         events = PodEvents(self._events)
-        # `with_facts`: with `Pod.scheduling`, the facts that only schedulers use
+        # `with_facts`: with `Pod.scheduling`, the facts that only schedulers use; `pod_keys`: the
+        # annotations, labels and resources that are read
         read_pod = with_facts(decode.pods_with(family.pod_keys))
         self._extender = Extender(
             book=book,
@@ -231,8 +232,8 @@ class Service:
         self._budgets = Reflector(
             self._client,
             Scope(
-                "all PodDisruptionBudgets",
-                "/apis/policy/v1/poddisruptionbudgets",
+                what="all PodDisruptionBudgets",
+                path="/apis/policy/v1/poddisruptionbudgets",
                 field_selector="",
             ),
             budget,  # decodes one
@@ -241,7 +242,7 @@ class Service:
         )
         self._nodes = Reflector(
             self._client,
-            Scope("all Nodes", "/api/v1/nodes", field_selector=""),
+            Scope(what="all Nodes", path="/api/v1/nodes", field_selector=""),
             decode.node,
             _Objects(
                 key=lambda node: node.name, see=extender.see_node, forget=extender.forget_node
@@ -252,8 +253,8 @@ class Service:
         self._pods = Reflector(
             self._client,
             Scope(
-                "all pods",
-                "/api/v1/pods",
+                what="all pods",
+                path="/api/v1/pods",
                 field_selector="status.phase!=Succeeded,status.phase!=Failed",
             ),
             read_pod,
@@ -346,6 +347,7 @@ class Service:
         supervisor.start(
             name,
             lambda: reflector.run(lambda: supervisor.beat(name)),
+            # the longest time between two beats of a healthy watch, and some more
             stuck_after_seconds=reflector.longest_silence_seconds + _STUCK_SECONDS,
         )
 
@@ -376,6 +378,7 @@ class Service:
         return Certificate(
             options.certificate_file,
             options.key_file,
+            # the address and the flags are for messages
             listen=f"{options.host}:{options.port}",
             flags="--tls-cert-file and --tls-key-file",
             clock=time.monotonic,
@@ -408,6 +411,7 @@ class Service:
             beat()
             try:
                 holder = holder_of(await self._client.get(path))
+                # kube-scheduler's name is that of its host, an underscore and a UUID
                 leads = holder.startswith(f"{lease.identity}_")
                 if leads is not self._known_role.value:
                     self._role_changed(leads)
@@ -449,6 +453,7 @@ class Service:
                     )
                 trouble = str(err)
             with contextlib.suppress(TimeoutError):
+                # a change of the role ends the pause
                 async with asyncio.timeout(_LEASE_READ_SECONDS):
                     await role.newer_than(version)
 
@@ -509,7 +514,7 @@ class Service:
         if not self.leads:
             return _not_leading()
         if not self.is_ready:
-            return _json(msgspec.json.encode(BindingResult(_NOT_READY)))
+            return _json(msgspec.json.encode(BindingResult(error=_NOT_READY)))
         return _json(await self._extender.bind(body))
 
     async def _metrics(self, request: web.Request) -> web.Response:

@@ -218,6 +218,7 @@ def possible_changes(changes: Changes, demand: Demand, keys: KeyNames) -> tuple[
 
 
 def _changed(change: Change, demand: Demand, keys: KeyNames) -> str:
+    # None for a percentage of a card's memory
     memory = [each.memory_units for each in demand.containers]
     cores = max(each.cores_percent for each in demand.containers)
     match change.field:
@@ -420,12 +421,13 @@ def _malformed(key: str, notes: str) -> str:
 
 def _memory(missing: _Missing) -> str:
     figures, demand, keys = missing.figures, missing.demand, missing.keys
-    units = [each.memory_units for each in demand.containers]
+    units = [each.memory_units for each in demand.containers]  # None for a percentage of a card
     parts = {
         each.memory_percent: each.number for each in demand.containers if each.memory_units is None
     }
     most = max((each or 0 for each in units), default=0)
     view = figures.size.view
+    # how many MiB one unit of memory is
     factor = view.state.hardware.memory_factor if view is not None and view.state else 1
     asked = most * factor
     if asked > figures.size.figure:

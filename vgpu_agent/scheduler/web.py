@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 _SLICE_SECONDS = 0.002
 _PAUSE_SECONDS = 0.002
-_KEPT_SECONDS = 1.0  # for `/capacity`
+_KEPT_SECONDS = 1.0  # for which an answer of `/capacity` is given again
 # computing time of an explanation after which it stops counting pods and trying changes
 _MOST_SECONDS = 3.0
 _GET_SECONDS = 5.0  # for the pod
@@ -192,7 +192,7 @@ class OperatorEndpoints:
         """Say what is missing in the book: cards that another extender keeps, and changes while a
         watch fails.
         """
-        label = self._family.role_label
+        label = self._family.role_label  # says which extender leads; empty where there is none
         where = f": kubectl get pods -A -l {label}=leader" * bool(label)
         follows = (
             "This extender does not lead. It does not know which cards the leader keeps for pods "

@@ -132,12 +132,14 @@ class NewPod:
         ]
         if operations and not self._has_metadata:
             operations.insert(0, _add("/metadata", {}))
+        # the limits of all containers in their order, or none at all
         for (path, _, container), limits in zip(self._places, changes.limits, strict=False):
             operations += _on_limits(f"{path}/resources", container.resources, limits)
         if changes.scheduler and (spec.scheduler_name or DEFAULT_SCHEDULER) == DEFAULT_SCHEDULER:
             operations.append(_add("/spec/schedulerName", changes.scheduler))
         if changes.runtime_class and spec.runtime_class_name is None:
             operations.append(_add("/spec/runtimeClassName", changes.runtime_class))
+        # `needs_scheduler`: only a scheduler gives the pod GPUs
         if changes.needs_scheduler and spec.node_name and pinned is not Pinned.KEEP:
             operations += self._unpinned(spec.node_name, pinned)
         return operations

@@ -86,6 +86,7 @@ class OwnCertificate:
         self._authorities, self._known_since = b"", 0.0
         self._published = b""
         self._error = "it has not been stored in the Secret yet"
+        # tells new failures from repeated ones, which are logged again after that time only
         self._failures = ChangeFilter(again_seconds=_AGAIN_SECONDS)
 
     async def context(self) -> ssl.SSLContext:
@@ -265,7 +266,7 @@ class OwnCertificate:
             )
             return
         await self._api.post(
-            secret_path(options.namespace, ""),
+            secret_path(options.namespace, name=""),  # all Secrets of the namespace
             {
                 "apiVersion": "v1",
                 "kind": "Secret",

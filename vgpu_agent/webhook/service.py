@@ -83,16 +83,16 @@ class _LargestNode:
         self.seen = LargestNode()
 
     def replace(self, items: Iterable[Node], /) -> None:
-        """See `reflector.Sink`."""
+        """Take note of all Nodes that there are."""
         for item in items:
             self.put(item)
 
     def put(self, item: Node, /) -> None:
-        """See `reflector.Sink`."""
+        """Take note of a Node that was added or changed."""
         self.seen = self.seen.joined(self._family.size_of(item.annotations))
 
     def remove(self, item: Node, /) -> None:
-        """See `reflector.Sink`."""
+        """Ignore that a Node was deleted."""
 
 
 class Service:
@@ -120,7 +120,7 @@ class Service:
         if options.watches_nodes:
             self._nodes = Reflector(
                 self._api("--watch-nodes"),
-                Scope("all Nodes", "/api/v1/nodes", field_selector=""),
+                Scope(what="all Nodes", path="/api/v1/nodes", field_selector=""),
                 decode.node,
                 self._sizes_of_nodes,
                 journal=self._journal,
@@ -208,6 +208,7 @@ class Service:
             supervisor.start(
                 "nodes",
                 lambda: nodes.run(lambda: supervisor.beat("nodes")),
+                # the longest time between two beats of a healthy watch, and some more
                 stuck_after_seconds=nodes.longest_silence_seconds + _STUCK_SECONDS,
             )
         if own is not None:
@@ -220,12 +221,13 @@ class Service:
     async def _listen(self, runner: web.AppRunner) -> Connections:
         wanted = Address(self._options.host, self._options.port)
         tls = await self._tls(str(wanted))
-        listener = await bind(wanted, flag="--server-bind-port")
+        listener = await bind(wanted, flag="--server-bind-port")  # the flag is for messages
         try:
             await runner.setup()
         except BaseException:
             listener.close()
             raise
+        # `reachable`: 127.0.0.1 in place of all addresses of the machine
         self.address = str(Address(wanted.host, listener.getsockname()[1]).reachable)
         # `bounded`: fewer where this process may open few files
         connections = Connections(
@@ -246,6 +248,7 @@ class Service:
             Certificate,
             files.certificate,
             files.key,
+            # the address and the flags are for messages
             listen=address,
             flags="--cert-dir, --tls-cert-name and --tls-key-name",
             clock=time.monotonic,

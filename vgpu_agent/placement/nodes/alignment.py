@@ -123,11 +123,11 @@ def anchor_of(book: Book, peers: Iterable[str]) -> Anchor:
     for uid in peers:
         name = book.node_of(uid)
         view = book.cards_in_use(name) if name else None
-        cards = view.footprints[uid].keys() if view else ()
+        cards = view.footprints[uid].keys() if view else ()  # those that the pod has shares of
         if view is None or not cards:
             continue
         on_node[name] += 1
-        if view.rails:
+        if view.rails:  # by card; empty where the operator has named none
             rails[frozenset(view.rails[card] for card in cards) - {""}] += 1
         for place, component in enumerate(components_of(view.hardware)):
             if cards & set(component):
@@ -142,7 +142,7 @@ def card_sets_near(
     anchor: Anchor, name: str, view: CardsInUse, known: Components | None = None
 ) -> list[tuple[int, Component]]:
     """Return the sets of cards of a Node that are near the peers, each with its nearness, in the
-    order in which they are tried.
+    order in which they are tried. ``known`` keeps the components of Nodes from call to call.
     """
     if not anchor.peers:
         return []
@@ -182,6 +182,8 @@ def choose_aligned(
     ranks, refused = book.ranks(demand, names)
     reasons = dict(refused)
     search = _Search(demand, anchor, waiting)
+    # its quality and name, the pod's cards there, and what these have instead of the links or the
+    # NUMA node that the topology mode asks for
     best: tuple[_Key, str, Holding, str] | None = None
     beside = [name for name in ranks if name in anchor.peers]
     elsewhere = [name for name in ranks if name not in anchor.peers]
@@ -209,7 +211,7 @@ def choose_aligned(
                 holding = holding_of(name, views[name].uuids, demand, placed)
                 best = key, name, holding, placed.fallback
     if best is None:
-        return Choice("", None, reasons), ANYWHERE
+        return Choice(node="", holding=None, reasons=reasons), ANYWHERE
     key, name, holding, fallback = best
     return Choice(name, holding, reasons, fallback), key.nearness
 
@@ -232,7 +234,7 @@ def survey_aligned(
     """
     found = book.survey(demand, named)
     # No verdicts (whether the pod fits on a Node, or why not) are kept for a demand that names
-    # cards.
+    # cards by UUID.
     if not found.may_fit or demand.names_cards:
         return found
     if (search := _strict_search(book, demand, peers)) is None:
@@ -258,7 +260,7 @@ def _strict_search(book: Book, demand: Demand, peers: Collection[str]) -> _Searc
     if demand.topology_mode != LINK_STRICT or not peers:
         return None
     anchor = anchor_of(book, peers)
-    return _Search(demand, anchor, 0) if anchor.peers else None
+    return _Search(demand, anchor, waiting=0) if anchor.peers else None
 
 
 def components_of(hardware: Hardware) -> tuple[Component, ...]:
@@ -326,7 +328,7 @@ class _Search:
 
     def _place(self, name: str, view: CardsInUse) -> tuple[_Quality, Placement] | None:
         demand = self._demand
-        bad = unwanted(demand, view.hardware, view.uuids)
+        bad = unwanted(demand, view.hardware, view.uuids)  # card → why the pod does not want it
         every = set(range(len(view.hardware.cards)))
         for card_set in self._tried(name, view):
             others = every.difference(card_set.cards)
@@ -338,6 +340,7 @@ class _Search:
 
     def _key(self, name: str, view: CardsInUse) -> Hashable:
         own = name if name in self._anchor.peers or self._demand.names_cards else ""
+        # `state`: equal for Nodes with equal cards of which equal amounts are taken
         return view.state, view.rails, own
 
     def _tried(self, name: str, view: CardsInUse) -> list[_CardSet]:
@@ -349,7 +352,7 @@ class _Search:
 
     def _find_card_sets(self, name: str, view: CardsInUse) -> list[_CardSet]:
         found = [
-            _CardSet(cards, _Quality(nearness, True, self._room(view, cards)))
+            _CardSet(cards, _Quality(nearness, is_linked=True, room=self._room(view, cards)))
             for nearness, cards in card_sets_near(self._anchor, name, view, self._components)
         ]
         if found and self._demand.topology_mode == LINK_STRICT:
@@ -357,7 +360,10 @@ class _Search:
         if not self._anchor.peers and self._waiting:
             found = self._for_the_first(view)
         every = tuple(range(len(view.hardware.cards)))
-        return [*found, _CardSet(every, _Quality(ANYWHERE, False, self._room(view, every)))]
+        return [
+            *found,
+            _CardSet(every, _Quality(ANYWHERE, is_linked=False, room=self._room(view, every))),
+        ]
 
     def _for_the_first(self, view: CardsInUse) -> list[_CardSet]:
         """Return the components for the first pod of a group: the smallest with room for all of it,
@@ -376,7 +382,9 @@ class _Search:
             ),
         )
         return [
-            _CardSet(cards, _Quality(ANYWHERE, True, min(rooms[cards], self._waiting + 1)))
+            _CardSet(
+                cards, _Quality(ANYWHERE, is_linked=True, room=min(rooms[cards], self._waiting + 1))
+            )
             for cards in order
         ]
 
@@ -407,10 +415,11 @@ def _copies(container: ContainerDemand, hardware: Hardware, card: Card, taken: A
     """Return how many such containers fit on one card."""
     if why_not(container, hardware, card, taken) is not None:
         return 0
-    if container.alone:
+    if container.alone:  # no other container may be on the card
         return 1
     slots, memory, cores = taken
     copies = [card.slots - slots]
+    # the factor is the MiB in one unit of memory, as pods on this Node ask for it
     if wanted := container.memory_mib(card.memory_mib, hardware.memory_factor):
         copies.append((card.memory_mib - memory) // wanted)
     if container.cores_percent:

@@ -204,14 +204,14 @@ def why_not(
     """Return why the container cannot have a share of the card (vgpu-manager §5.5), None if it can.
 
     Args:
-        container: what it asks for.
-        hardware: the Node's cards.
+        container: what it asks for; if ``alone``, no other container may be on its cards.
+        hardware: the Node's cards, and how many MiB one unit of memory is in requests there.
         card: one of them.
         taken: what others take of it.
     """
     slots, memory, cores = taken
     free_cores = card.cores_percent - cores
-    if card.blocked is not None:
+    if card.blocked is not None:  # no new container may get a share of it
         return card.blocked
     if slots >= card.slots or (container.alone and slots):
         return Reason.InsufficientVGPUSlot
@@ -231,6 +231,7 @@ def _refused_by_node(
     """Return a reason for which the Node cannot serve the pod that is found from sums over all
     cards, without choosing cards (vgpu-manager §5.2, 3e); None where there is none.
     """
+    # `VIRTUAL` is for Nodes that offer more memory than their cards have
     if demand.memory_policy and demand.memory_policy != (
         VIRTUAL if hardware.is_oversold else PHYSICAL
     ):
@@ -260,6 +261,7 @@ def _refused_by_node(
         * hardware.memory_factor,
         max((each.cores_percent for each in demand.containers), default=0),
     )
+    # where cards differ, a request for a percentage of a card's memory counts as 0 MiB
     slots, memory, cores = total(
         demand, hardware.memory_factor, largest if largest == smallest else 0
     )

@@ -67,7 +67,8 @@ class Choice(msgspec.Struct, frozen=True):
         node: its name; empty where the pod fits on none.
         holding: what the pod would hold there; None where it fits on none.
         reasons: Node → why not, of those that do not fit.
-        fallback: see `Placement`; empty where there is no placement.
+        fallback: what its cards have instead of the links or the NUMA node that its topology mode
+            asks for; empty where the mode was followed, or there is no placement.
     """
 
     node: str
@@ -89,7 +90,9 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 class State:
-    """Cards, and the amounts that are taken of them; equal Nodes share one object."""
+    """Cards, and the amounts (slots, MiB of memory, percent of compute) that are taken of them;
+    equal Nodes share one object.
+    """
 
     __slots__ = ("hardware", "taken")
 
@@ -149,12 +152,12 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
 
 class _Verdict(msgspec.Struct, frozen=True):
     """The result of comparing a demand with a state: why it does not fit, or the rank of the
-    Node.
+    Node, of which the larger is better.
     """
 
     reason: Reason | None
     rank: tuple[int, float] = (0, 0.0)
-    cards: Mapping[Reason, int] = {}  # see `Refusal`
+    cards: Mapping[Reason, int] = {}  # reason → the number of cards that it concerns
 
 
 class _Node:
@@ -167,7 +170,7 @@ class _Node:
     __slots__ = ("footprints", "holdings", "note", "rails", "state", "states", "unfit", "uuids")
 
     def __init__(self) -> None:
-        self.unfit, self.note = Reason.NodeCacheMiss, ""
+        self.unfit, self.note = Reason.NodeCacheMiss, ""  # until the Node is described
         self.uuids: tuple[str, ...] = ()
         self.rails: tuple[str, ...] = ()
         self.holdings: Mapping[str, Holding] = {}  # replaced, never changed: views have it
@@ -423,7 +426,7 @@ class Book:
             if isinstance(placed, Placement):
                 holding = holding_of(best, node.uuids, demand, placed)
                 return Choice(best, holding, reasons, placed.fallback)
-        return Choice("", None, reasons)
+        return Choice(node="", holding=None, reasons=reasons)
 
     def refusals(
         self, demand: Demand, names: Iterable[str], *, without: str = ""
@@ -450,13 +453,13 @@ class Book:
 
     def survey(self, demand: Demand, named: Iterable[Reason]) -> Survey:
         """Compare a demand with all Nodes with cards, not only with those that a scheduler has
-        named; if no Node has cards, return why. A demand that names cards would have to be compared
-        with each Node. So for such a demand the result has the reasons of the named Nodes, and
-        others may fit.
+        named; if no Node has cards, return why. A demand that names cards by UUID would have to be
+        compared with each Node. So for such a demand the result has the reasons of the named Nodes,
+        and others may fit.
         """
         if demand.names_cards:
             found = set(named)
-            return Survey(True, tuple(each for each in Reason if each in found))
+            return Survey(may_fit=True, reasons=tuple(each for each in Reason if each in found))
         verdict_of = self._verdict_of(demand)
         by_state = {node.state: node for node in self._nodes.values()}
         without_cards = by_state.pop(None, None)
@@ -464,7 +467,9 @@ class Book:
         reasons = {verdict.reason for verdict in verdicts}
         if not verdicts and without_cards is not None:
             reasons = {node.unfit for node in self._nodes.values()}
-        return Survey(None in reasons, tuple(each for each in Reason if each in reasons))
+        return Survey(
+            may_fit=None in reasons, reasons=tuple(each for each in Reason if each in reasons)
+        )
 
     def names(self) -> list[str]:
         """Return the names of all Nodes."""
@@ -545,7 +550,7 @@ def _verdict(demand: Demand, node: _Node, state: State | None = None) -> _Verdic
     found = _place(demand, state, node.uuids)
     if isinstance(found, Refusal):
         return _Verdict(found.reason, cards=found.cards)
-    return _Verdict(None, rank(demand, state.hardware, state.taken, found.footprint))
+    return _Verdict(reason=None, rank=rank(demand, state.hardware, state.taken, found.footprint))
 
 
 def _place(demand: Demand, state: State, uuids: Sequence[str]) -> Placement | Refusal:
@@ -606,6 +611,7 @@ def unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[i
 def _is_model_wanted(
     model: str, included: tuple[str, ...], excluded: tuple[str, ...], *, substrings: bool
 ) -> bool:
+    # with ``substrings``, ``A10`` also matches ``A100``
     rule = model_rule(substrings=substrings)
     return is_included(model, included, rule) and not is_excluded(model, excluded, rule)
 

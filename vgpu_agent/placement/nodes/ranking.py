@@ -37,7 +37,7 @@ def rank(
         demand: of the pod.
         hardware: the Node's cards.
         taken: by card, what other pods take of it.
-        footprint: what the pod would take.
+        footprint: card → what the pod would take of it.
     """
     mode = demand.topology_mode
     # without a mode not even looked up in the cache, which hashes all cards and links
@@ -55,6 +55,7 @@ def _fitness(hardware: Hardware, mode: str, cards: int) -> int:
         return 1 if nodes else 0
     if mode not in {LINK, LINK_STRICT} or not hardware.links:
         return 0
+    # of each pair of cards, the type of its best link
     types = {(str(one), str(other)): max(each, default=0) for one, other, each in hardware.links}
     every = [str(number) for number in range(len(hardware.cards))]
     for fitness, least in _LINK_FITNESS:
@@ -81,7 +82,7 @@ def _score(
     weights = _weights(demand)
     have, used = [0, 0, 0], [0, 0, 0]
     for number, card in enumerate(hardware.cards):
-        if card.blocked is None:
+        if card.blocked is None:  # new containers may get a share of it
             amounts = taken[number]
             if pack and number in footprint:
                 amounts = add(amounts, footprint[number])
@@ -102,7 +103,8 @@ def _score(
 @functools.lru_cache(maxsize=1024)
 def _weights(demand: Demand) -> tuple[float, float, float]:
     """Return the weights of slots, memory and compute; they depend on the demand only."""
-    number, memory, cores = total(demand, 1, 0)
+    # a unit of memory counts as 1 MiB, and a percentage of a card's memory as 0
+    number, memory, cores = total(demand, memory_factor=1, whole_card_mib=0)
     parts = (
         float(number),
         float(max(math.ceil(memory / _MIB_PER_WEIGHT), number)) if memory else float(number),

@@ -75,9 +75,9 @@ class Change(msgspec.Struct, frozen=True):
     """A change of the pod with which it would fit at once.
 
     Attributes:
-        field: of the demand that changes: ``memory_units``, ``cores_percent``, ``number``,
-            ``topology_mode``, ``memory_policy`` (Nodes with or without oversold memory), ``types``
-            or ``uuids``.
+        field: of the demand that changes: ``memory_units``, ``cores_percent``, ``number`` (of
+            cards), ``topology_mode``, ``memory_policy`` (Nodes with or without oversold memory),
+            ``types`` or ``uuids``.
         value: for an amount, the largest with which it fits; otherwise the new value, empty for
             none.
         nodes: the number of Nodes on which it would fit.
@@ -258,8 +258,9 @@ def _alike(demand: Demand, views: Sequence[NodeView]) -> list[list[NodeView]]:
     """Group Nodes that must have the same result."""
     alike: dict[object, list[NodeView]] = {}
     for view in views:
-        key: object = view.unfit
+        key: object = view.unfit  # why the Node can take no pod at all
         if view.state is not None:
+            # a demand that names cards by UUID may have another result on each Node
             key = view.name if demand.names_cards else id(view.state)
         alike.setdefault(key, []).append(view)
     return list(alike.values())
@@ -269,7 +270,7 @@ def _group(demand: Demand, views: Sequence[NodeView]) -> Group:
     view = views[0]
     found = view.place(demand)
     if isinstance(found, Placement):
-        return Group(tuple(views), None)
+        return Group(tuple(views), refusal=None)
     cards: Mapping[Reason, int] = {}
     if (state := view.state) is not None:
         cards = card_reasons(demand, state.hardware, state.taken, view.unwanted(demand))
@@ -310,6 +311,7 @@ def _most_asked(demand: Demand, field: str, alike: Sequence[Sequence[NodeView]])
     if None not in asked:
         return max(asked, default=0)
     hardware = [views[0].state.hardware for views in alike if views[0].state is not None]
+    # `memory_factor`: the MiB in one unit of memory
     return 1 + max(
         (card.memory_mib // each.memory_factor for each in hardware for card in each.cards),
         default=0,

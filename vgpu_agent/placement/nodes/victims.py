@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.reasons import Reason
     from vgpu_agent.pods import SchedulingFacts
 
-# If the preemptor has one of these, a filter of kube-scheduler may depend on any other pod.
+# If the preemptor has one of these, a filter of kube-scheduler may depend on any other pod. Claims
+# are here those of Kubernetes (``spec.resourceClaims``).
 _LOOKS_AT_OTHERS = {Trait.ANTI_AFFINITY, Trait.SPREAD, Trait.CLAIMS}
 # These conflict only if both pods have them.
 _SHARED_WITH_OTHERS = {Trait.HOST_PORTS, Trait.VOLUMES}
@@ -123,10 +124,12 @@ class Room:
         self._most_cards = demand.most_cards
         self._verdicts = (verdicts or Verdicts()).of(hardware)
         self._usable = [
+            # `blocked`: why no new container may get a share of it
             card.blocked is None and number not in unwanted
             for number, card in enumerate(hardware.cards)
         ]
         self._has_room = [self._fits_on(number) for number in range(len(hardware.cards))]
+        # a pod may ask for Nodes that offer more memory than their cards have, or for all others
         policy = VIRTUAL if hardware.is_oversold else PHYSICAL
         self._never_fits = demand.memory_policy not in {"", policy}
 
