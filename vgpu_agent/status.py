@@ -391,7 +391,7 @@ class WatchStatus(msgspec.Struct):
         name: what is watched.
         synced: a first complete list has arrived.
         failing_since: time of the first of the latest failures in a row; 0 while there is none.
-        essential: readiness depends on it.
+        essential: a failure is a problem; False where the object need not exist.
         lists: how many complete lists have arrived.
         watches: how many watches were started.
         events: how many additions, changes and deletions have arrived.
