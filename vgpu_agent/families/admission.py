@@ -81,8 +81,8 @@ class LargestNode(msgspec.Struct, frozen=True):
         memory_units: the most memory of one GPU, in the units in which pods ask for memory; the
             Node says how many MiB a unit is.
         is_limit: the operator has stated that no Node has or will have more GPUs. Otherwise the
-            amounts are those of the Nodes seen so far. These differ between replicas, so nothing is
-            refused because of them.
+            amounts are those of the Nodes seen so far. These differ between replicas of the
+            webhook, so nothing is refused because of them.
     """
 
     gpus: int = 0

@@ -199,7 +199,9 @@ def _by_mounts(devices: Sequence[VisibleDevice], options: ListOptions, answer_id
     ]
     return Edits(
         {VISIBLE_DEVICES: VOLUME_MOUNTS},
-        tuple(Mount(f"{VOLUME_MOUNTS}/{name}", "/dev/null") for name in names),
+        mounts=tuple(
+            Mount(container_path=f"{VOLUME_MOUNTS}/{name}", host_path="/dev/null") for name in names
+        ),
     )
 
 
@@ -224,10 +226,10 @@ def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tup
     """
     root = options.device_root.rstrip("/")
     paths = (*options.control_nodes, *(node for device in devices for node in device.nodes))
-    nodes = {path: DeviceNode(path, root + path) for path in paths}
+    nodes = {path: DeviceNode(path, host_path=root + path) for path in paths}
     for channel in options.imex_channels:
         path = f"/dev/nvidia-caps-imex-channels/channel{channel}"
         nodes[path] = DeviceNode(
-            path, (options.imex_root or options.device_root).rstrip("/") + path
+            path, host_path=(options.imex_root or options.device_root).rstrip("/") + path
         )
     return tuple(nodes.values())

@@ -122,8 +122,8 @@ class IdFamily(Family, Protocol):
             required: ids that must be in the answer.
             size: how many ids the container wants.
             inventory: the node's GPUs.
-            neighbours: which GPUs other families may use or have; GPUs that already serve this
-                family come first.
+            neighbours: which GPUs other families may use or have, `ALONE` for none; GPUs that
+                already serve this family come first.
 
         Raises:
             CapacityError: there are not enough; the caller answers with a simple pick.
@@ -201,8 +201,8 @@ class Decision(msgspec.Struct, frozen=True):
     Attributes:
         shares: in the order in which the family's vocabulary lists them; empty while ``layouts`` is
             not.
-        by: the decider, for `Grant.evidence`: ``the scheduler, in volcano.sh/vgpu-ids-new`` or
-            ``the agent, binpack``.
+        by: the decider, as text for people (`Grant.evidence`): ``the scheduler, in
+            volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
         layouts: how GPUs must be divided before shares can be decided; no container has a part of
             these GPUs.
         second_best: why it differs from what the scheduler has named; empty when it does not.

@@ -79,7 +79,7 @@ class MigInstancesFamily(abc.ABC):
         for gpu, instance in () if self.refusals(inventory) else self.offered(inventory):
             name = self.resource_name(instance)
             offered.setdefault(name, []).append(
-                DeviceId(instance.uuid, instance.uuid, gpu.numa_node)
+                DeviceId(instance.uuid, device=instance.uuid, numa_node=gpu.numa_node)
             )
             if why := self.withheld(gpu, inventory):
                 withheld.setdefault(name, {})[instance.uuid] = why

@@ -68,6 +68,7 @@ class NodeLocks:
         taken_at = taken(text)
         if taken_at is None:
             return DesiredNode()
+        # `Node.seen_at`: when the watch first showed an annotation's present value
         seen_at = node.seen_at.get(key, self._standing.get(key, now))
         if self._standing.get(key, seen_at) != seen_at:
             self._free_since[key] = seen_at  # one lock followed the other between two looks

@@ -24,14 +24,16 @@ def pod_keys(settings: Settings | None = None) -> PodKeys:
     # the most important one of each family, then the second ones, and so on
     ranked = itertools.zip_longest(*(family.annotations for family in every))
     return PodKeys(
-        (*OF_KUBERNETES, *dict.fromkeys(key for rank in ranked for key in rank if key)),
-        tuple(
+        annotations=(*OF_KUBERNETES, *dict.fromkeys(key for rank in ranked for key in rank if key)),
+        labels=tuple(
+            # the label of pods that hold a dead GPU belongs to no family
             dict.fromkeys((*(key for family in every for key in family.labels), GPU_HEALTH_LABEL))
         ),
-        tuple(prefix for family in every for prefix in family.resource_prefixes),
+        resource_prefixes=tuple(prefix for family in every for prefix in family.resource_prefixes),
     )
 
 
+# By these a static pod is known, and the API server's mirror of it.
 OF_KUBERNETES = (MIRROR_POD, STATIC_POD_HASH, "kubernetes.io/config.source")
 
 BY_DEFAULT = pod_keys()

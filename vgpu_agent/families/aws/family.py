@@ -80,15 +80,15 @@ class AwsOptions(msgspec.Struct, frozen=True):
         the files that MPS control daemons share with containers.
         """
         aws, mps_settings = settings.section(Aws), settings.mps
-        # pods written for AWS's plugin mount them from there (aws §II.3)
+        # pods written for AWS's plugin mount them from there (aws §II.3); empty: below the root
         pipes = "" if mps_view.simulated else mps.DEFAULT_PIPE_DIRECTORY
         paths = MpsOptions(
             mps_settings.root,
-            mps_settings.per_container_limits,
+            per_container_limits=mps_settings.per_container_limits,
             pipe_directory=pipes,
             view=mps_view,
         )
-        return cls(aws.resource_name, aws.vgpus, aws.mps, lists, paths)
+        return cls(aws.resource_name, aws.vgpus, aws.mps, lists=lists, paths=paths)
 
 
 class AwsFamily:
@@ -135,7 +135,7 @@ class AwsFamily:
         name = self._options.resource
         reasons = [reason for gpu in inventory.gpus if (reason := self._unfit(gpu))]
         if reasons and len(reasons) == len(inventory.gpus):
-            return Shortfall({name: "; ".join(reasons)})
+            return Shortfall(refused={name: "; ".join(reasons)})
         return Shortfall(cautions=tuple(f"{name}: {reason}" for reason in reasons))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
@@ -176,9 +176,9 @@ class AwsFamily:
             required,
             size,
             device_of,
-            totals,
-            inventory.links,
-            neighbours.ranks({gpu: gpu for gpu in totals}),
+            totals=totals,
+            links=inventory.links,
+            ranks=neighbours.ranks({gpu: gpu for gpu in totals}),
         )
         try:
             return choose(ONE_GPU, request)
@@ -238,8 +238,8 @@ class AwsFamily:
         shares = count if self._options.paths.per_container_limits else 1
         return Share(
             uuid,
-            memory_share_mib(gpu.memory_mib if gpu else 0, replicas, shares),
-            thread_share(replicas, shares),
+            memory_mib=memory_share_mib(gpu.memory_mib if gpu else 0, replicas, count=shares),
+            cores_percent=thread_share(replicas, count=shares),
         )
 
 

@@ -63,6 +63,7 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
 
 def _collisions(settings: Settings) -> Iterator[Conflict]:
     mps = settings.section(Aws).mps
+    # the setting by which another family shares its GPUs with MPS
     other = next(
         (family.mps_key for family in switched_on(settings) if family.runs_mps_daemons(settings)),
         "",
@@ -73,6 +74,7 @@ def _collisions(settings: Settings) -> Iterator[Conflict]:
             text = (
                 f"host needs somebody else's MPS control daemon on GPUs that {other} starts one for"
             )
+        # the setting that could be changed, with its sentence
         yield Conflict((("aws.mps", f"{text}, and a GPU takes one only; {two_daemons_remedy()}"),))
 
 

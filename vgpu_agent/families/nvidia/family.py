@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.mixing import Neighbours
 
 _OF_VGPU_MANAGER = frozenset(f"{DOMAIN}vgpu-{what}" for what in ("number", "cores", "memory"))
-_EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
+# under WSL one id stands for all GPUs
+_EVERY = {EVERY_GPU: VisibleDevice(uuid=EVERY_GPU, index=EVERY_GPU, nodes=(WSL_NODE,))}
 
 
 class NvidiaFamily:
@@ -155,7 +156,16 @@ class NvidiaFamily:
             else neighbours.ranks({device: gpu_of.get(device, device) for device in totals})
         )
         return choose(
-            policy, IdRequest(usable, required, size, device_of, totals, inventory.links, ranks)
+            policy,
+            IdRequest(
+                usable,
+                required,
+                size,
+                device_of,
+                totals=totals,
+                links=inventory.links,
+                ranks=ranks,
+            ),
         )
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
@@ -196,7 +206,7 @@ class NvidiaFamily:
         )
 
     def _whole(self, uuid: str, inventory: Inventory) -> Share:
-        return Share(uuid, _memory_mib(uuid, inventory), 100, exclusive=True)
+        return Share(uuid, _memory_mib(uuid, inventory), cores_percent=100, exclusive=True)
 
     def _part(self, uuid: str, count: int, offered: Resource | None, inventory: Inventory) -> Share:
         """Return the share of ``count`` replicas of a device. Time-slicing limits nothing, so
@@ -209,10 +219,10 @@ class NvidiaFamily:
         # of the GPU with the most of them.
         return Share(
             uuid,
-            memory_share_mib(
+            memory_mib=memory_share_mib(
                 _memory_mib(uuid, inventory), replicas, count if mps.per_container_limits else 1
             ),
-            thread_share(replicas, count)
+            cores_percent=thread_share(replicas, count)
             if mps.limits_in_containers
             else thread_share(offered.holders_per_device),
         )

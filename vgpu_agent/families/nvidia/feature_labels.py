@@ -92,6 +92,7 @@ def feature_labels(
         resources: what it offers now; empty while it is switched off.
         inventory: the GPUs.
     """
+    # `integrated`: part of a processor
     gpus = [gpu for gpu in inventory.gpus if gpu.present and not gpu.integrated]
     if not gpus:
         return None
@@ -127,7 +128,7 @@ class _Offer:
         """
         for device in devices:
             if (resource := self._of_device.get(device)) is not None:
-                replicas = resource.holders_of(device)
+                replicas = resource.holders_of(device)  # how many may hold it at once
                 shared = resource.sharing is not SharingMode.NONE
                 return {
                     "replicas": str(replicas),

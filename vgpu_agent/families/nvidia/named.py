@@ -74,7 +74,7 @@ def choose(named: NamedConfig, label_value: str, keys: Collection[str]) -> Choic
     """
     if label_value:
         if label_value in keys:
-            return Choice(label_value, f"label {named.label}={label_value}")
+            return Choice(label_value, reason=f"label {named.label}={label_value}")
         return Choice(
             problem=_missing(
                 named, f"label {named.label} of this node", label_value, keys, "correct the label"
@@ -82,7 +82,7 @@ def choose(named: NamedConfig, label_value: str, keys: Collection[str]) -> Choic
         )
     if named.default:
         if named.default in keys:
-            return Choice(named.default, "namedConfig.default")
+            return Choice(named.default, reason="namedConfig.default")
         return Choice(
             problem=_missing(
                 named, "namedConfig.default", named.default, keys, "correct the default"
@@ -91,7 +91,7 @@ def choose(named: NamedConfig, label_value: str, keys: Collection[str]) -> Choic
     for strategy in named.fallback_strategies:
         found = _STRATEGIES[strategy](keys)
         if found is not None:
-            return Choice(found, f"namedConfig.fallbackStrategies: {strategy}")
+            return Choice(found, reason=f"namedConfig.fallbackStrategies: {strategy}")
     tried = ", ".join(named.fallback_strategies) or "none"
     return Choice(
         problem=(
@@ -111,7 +111,7 @@ def _single(keys: Collection[str]) -> str | None:
 
 
 def _empty(_keys: Collection[str]) -> str | None:
-    return ""
+    return ""  # no configuration, which is a valid choice
 
 
 _STRATEGIES: dict[str, Callable[[Collection[str]], str | None]] = {

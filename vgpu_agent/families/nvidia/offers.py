@@ -78,7 +78,7 @@ class _Plan:
 
     def share(self, entry: SharedEntry) -> None:
         """Offer the devices of the entry with its replicas."""
-        name = entry.published
+        name = entry.published  # under which the replicas are offered
         if reason := self._named.refused.get(entry.name):
             if entry.devices == ALL:
                 self._refused.pop(entry.name, None)  # it would not be offered under this name
@@ -132,6 +132,7 @@ class _Plan:
         ]
 
     def _part(self, entry: SharedEntry, device: Device) -> _Part:
+        # `AUTOMATIC`: as many replicas as the device has units of memory
         if entry.replicas != AUTOMATIC:
             return _Part(device, entry.replicas, shared=True)
         # For a MIG instance its own memory counts, not that of its GPU (iktos K2, D7).
@@ -219,14 +220,15 @@ def _resource(name: str, members: Iterable[_Part], options: NvidiaOptions) -> Re
 
 def _ids(parts: Sequence[_Part], options: NvidiaOptions) -> Sequence[DeviceId]:
     def numbered(part: _Part) -> bool:
+        # `suffix_always`: the only replica of a device has a number, too
         return part.shared and (part.replicas != 1 or options.suffix_always)
 
     blocks = tuple(
         IdBlock(
             part.device.id + options.separator,
-            part.replicas,
-            part.device.uuid,
-            part.device.gpu.numa_node,
+            count=part.replicas,
+            device=part.device.uuid,
+            numa_node=part.device.gpu.numa_node,
         )
         for part in parts
         if numbered(part)

@@ -149,8 +149,8 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
                 SharedEntry(
                     entry.name,
                     entry.replicas,
-                    entry.rename or entry.name + SHARED_SUFFIX * block.rename_by_default,
-                    entry.devices,
+                    published=entry.rename or entry.name + SHARED_SUFFIX * block.rename_by_default,
+                    devices=entry.devices,
                 )
                 for entry in block.resources
             ),
@@ -166,6 +166,7 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
             mps=MpsOptions(
                 root=settings.mps.root,
                 per_container_limits=settings.mps.per_container_limits,
+                # no container has more than one replica, so that is the daemon's limit
                 single=sharing.mps.fail_requests_greater_than_one,
                 view=mps_view,
             ),

@@ -116,7 +116,7 @@ class _Translator:
     def __init__(self, prefix: str, faults: list[yaml.Fault]) -> None:
         self._prefix = prefix
         self._members: dict[str, yaml.Node] = {}
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, str] = {}  # the agent's path → NVIDIA's, for messages
         self._faults = faults
         self._warnings: list[yaml.Fault] = []
         self._present_sections: set[str] = set()
@@ -134,7 +134,7 @@ class _Translator:
                 "",
                 f"expected keys such as version: {VERSION}, got {shown(root.value)}{block}",
             )
-        elif fault := yaml.kubernetes_object(root):
+        elif fault := yaml.kubernetes_object(root):  # the ConfigMap instead of its content
             self._fault(*fault)
         elif root.value is not None:
             members = dict(root.value)
@@ -180,6 +180,7 @@ class _Translator:
         if node.value is None:
             if not key.can_be_omitted_with:  # null means no value, as in JSON
                 return
+            # a list that must not be empty while its section is there
             node = yaml.Node([], node.line)
         if key.items is not None:
             node = self._translate_items(path, key.items, node)

@@ -44,7 +44,7 @@ ResourceName = Annotated[
     Meta(
         extra={
             "expected": "a resource name such as nvidia.com/gpu",
-            "complete_name": completed_resource_name,
+            "complete_name": completed_resource_name,  # a name may come without its domain
         }
     ),
 ]
@@ -82,15 +82,20 @@ def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]])
         devices, others = entry.get("devices", "all"), other.get("devices", "all")
         if not isinstance(devices, tuple) or not isinstance(others, tuple):
             return Repeated(
-                index,
-                "name",
-                f"{shown(entry['name'])} stands twice, first on line {{line}}; keep one of them",
+                position=index,
+                key="name",
+                text=(
+                    f"{shown(entry['name'])} stands twice, first on line {{line}}; keep one of them"
+                ),
             )
         if both := [word for word in devices if word in others]:
             return Repeated(
-                index,
-                "devices",
-                f"{shown(both[0])} is shared twice, first on line {{line}}; keep it in one of them",
+                position=index,
+                key="devices",
+                text=(
+                    f"{shown(both[0])} is shared twice, first on line {{line}}; keep it in one of "
+                    "them"
+                ),
             )
     return None
 
@@ -214,6 +219,7 @@ class TimeSlicing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     resources: Annotated[
         tuple[SharedResource, ...],
         Meta(
+            # not empty, unless the whole section is left out; no entry may repeat an earlier one
             extra={"can_be_omitted_with": "timeSlicing", "find_contradicted": shared_twice},
             description=(
                 "What is shared. Required, and not empty, when `timeSlicing` is there at all."
@@ -336,6 +342,7 @@ def _conflicts(settings: Settings) -> Iterator[Conflict]:
     if settings.section(Sharing).mps.resources:
         if settings.plugin.mig_strategy == "mixed":
             text = "MPS cannot share MIG instances"
+            # the settings that could be changed, each with its sentence
             yield Conflict(
                 (
                     (
@@ -410,7 +417,7 @@ SETTINGS = FamilySettings(
     # a running agent follows changes of these
     live_paths=("resources.", "sharing.", "iktos."),
     options=(
-        # As NVIDIA's config-manager names them.
+        # Variables without a flag, as NVIDIA's config-manager names them.
         Option("namedConfig.directory", "", "CONFIG_FILE_SRCDIR"),
         Option("namedConfig.label", "", "NODE_LABEL"),
         Option("namedConfig.default", "", "DEFAULT_CONFIG"),
@@ -436,8 +443,8 @@ SETTINGS = FamilySettings(
         PLUGIN_ONLY_KEYS,
         translate_file,
         translate_section,
-        "namedConfig.directory",
-        _named_documents,
+        directory_key="namedConfig.directory",
+        named_documents=_named_documents,
     ),
-    offers_mig=True,
+    offers_mig=True,  # instances that exist already
 )

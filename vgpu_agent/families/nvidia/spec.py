@@ -40,4 +40,10 @@ def _mps(settings: Settings, view: MpsView) -> MpsOptions:
     return NvidiaOptions.from_settings(settings, lists=ListOptions(), mps_view=view).mps
 
 
-SPEC = FamilySpec(SETTINGS, _build, mps=_mps, resource_prefixes=(DOMAIN,), foreign_label=TIMESTAMP)
+SPEC = FamilySpec(
+    SETTINGS,
+    _build,
+    mps=_mps,
+    resource_prefixes=(DOMAIN,),
+    foreign_label=TIMESTAMP,  # shows that GPU Feature Discovery writes its labels itself
+)

@@ -22,7 +22,7 @@ class NoControl:
     """The backend `none`: nothing limits what a container uses."""
 
     name = "none"
-    services = NO_SERVICES
+    services = NO_SERVICES  # of the agent, for a library
 
     def provision(self, target: ControlTarget) -> Provision:
         """Return no edits and no files."""
@@ -54,11 +54,12 @@ def control_backend(
     control = settings.vgpu_control
     return VgpuControl(
         control.host_directory,
-        facts.library(VGPU_CONTROL.name).path,
+        library_path=facts.library(VGPU_CONTROL.name).path,
+        # how the library tells the container's processes from others
         processes=control.processes,
         cgroup_version=facts.cgroup_version,
         open_kernel_modules=options.open_kernel_modules,
-        disable_variable=control.disable_variable,
+        disable_variable=control.disable_variable,  # which pods may switch their limit off
         sm_watcher=options.sm_watcher,
         tracks_virtual_memory=options.tracks_virtual_memory,
     )
@@ -67,7 +68,7 @@ def control_backend(
 def library_limits(settings: Settings, options: VgpuManagerOptions) -> LibraryLimits:
     """Return how the library limits the containers."""
     return LibraryLimits(
-        "" if is_limited(settings) else "vgpuManager.isolation is none",
+        missing="" if is_limited(settings) else "vgpuManager.isolation is none",
         backend=VGPU_CONTROL.name,
         memory_scaling=options.memory_scaling,
     )

@@ -128,8 +128,16 @@ class VgpuManagerFamily:
             count = container.limits.get(self._options.keys.number, 0)
             if not 0 < count <= MAX_CARDS:  # users may write any number there
                 continue
-            resource = Resource(self._options.keys.number, FAMILY, ())
-            asked = Question(resource, pod, container.name, ("",) * count, pod.node, inventory, ())
+            resource = Resource(self._options.keys.number, FAMILY, ids=())
+            asked = Question(
+                resource,
+                pod,
+                container.name,
+                ids=("",) * count,  # only their number counts here
+                node=pod.node,
+                inventory=inventory,
+                rooms=(),
+            )
             try:
                 claim = claimed_cards(asked, self._options)
             except RequestRefusedError:
@@ -178,24 +186,26 @@ class VgpuManagerFamily:
         ]
         numbers = {gpu.uuid: number for number, gpu in question.inventory.numbered.items()}
         target = ControlTarget(
-            pod_uid=pod.kubelet_uid,
+            pod_uid=pod.kubelet_uid,  # for a static pod, not the API server's
             pod=pod.name,
             namespace=pod.namespace,
             container=question.container,
             ids=question.ids,
             cards=tuple(
                 CardLimit(
-                    numbers[gpu.uuid],
-                    gpu.uuid,
-                    share.cores_percent,
-                    share.memory_mib,
-                    int(100 * options.cores_scaling),
-                    memory_mib(gpu, options),
+                    index=numbers[gpu.uuid],
+                    uuid=gpu.uuid,
+                    cores_percent=share.cores_percent,
+                    memory_mib=share.memory_mib,
+                    card_cores_percent=int(100 * options.cores_scaling),
+                    card_memory_mib=memory_mib(gpu, options),
                 )
                 for gpu, share in held
             ),
             policy=compute_policy(pod, question.node_annotations, options.keys),
             memory_ratio=options.memory_scaling,
+            # variables by which a container asks for more memory than the card has, and to run
+            # without the library
             oversold=sets(container, OVERSOLD),
             disabled=sets(container, DISABLED),
             driver_version=question.inventory.driver_version,

@@ -30,7 +30,7 @@ class PackedIds(msgspec.Struct, frozen=True):
     card: int
 
     def text(self, number: int) -> str:
-        """See `IdCodec`."""
+        """Return the text of the id with the count ``number``; see `IdCodec`."""
         value = number << 8 | self.card
         varint = bytearray()
         while value > 0x7F:
@@ -40,7 +40,9 @@ class PackedIds(msgspec.Struct, frozen=True):
         return binascii.b2a_base64(varint, newline=False).rstrip(b"=").translate(_TO_URL).decode()
 
     def number(self, text: str) -> int | None:
-        """See `IdCodec`. Any other text that decodes to the same number is not one of our ids."""
+        """Return the count of an id; None for a text that is not one of our ids, even if it decodes
+        to such a count.
+        """
         if not 0 < len(text) <= _LONGEST or not text.isascii():
             return None
         padded = text.encode().translate(_FROM_URL) + b"=" * (-len(text) % 4)

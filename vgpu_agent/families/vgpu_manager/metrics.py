@@ -52,7 +52,7 @@ def _build(readings: Readings) -> Iterator[_Row]:
 
 
 def _configuration(readings: Readings) -> Iterator[_Row]:
-    settings = readings.in_force
+    settings = readings.in_force  # the family's own, with the node configuration
     if settings:
         values = (
             settings["device_split_count"],
@@ -220,6 +220,7 @@ def _container_using(
     """Make the same rows for a ``value`` that also gets what the container uses."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
+        # of the containers that the backend `vgpu-control` limits
         uses = {(one.namespace, one.pod, one.container): one for one in readings.controlled}
         for grant, place, share in _held(readings):
             owner = grant.owner

@@ -43,6 +43,7 @@ class VgpuManagerMigFamily(MigInstancesFamily):
         """Return CERTAIN for the names in the configured domain, and for those in the default
         domain, which may be in the kubelet's records from before a change of the configuration.
         """
+        # without a profile: the beginning of the names
         prefixes = (self._options.keys.mig(""), Keys().mig(""))
         return Ownership.CERTAIN if resource.startswith(prefixes) else Ownership.NONE
 

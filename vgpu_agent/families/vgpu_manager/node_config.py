@@ -77,6 +77,7 @@ _WITHOUT_EFFECT = {
     "cgroupDriver": "has no effect; the agent finds a container's cgroup with either driver"
 }
 _KEYS = (_NAME, *_OWN_KEYS, *_PLUGIN_KEYS, _IMEX, *_WITHOUT_EFFECT)
+# attribute → its declaration in the settings of the family, and of the whole agent
 _OWN = {key.attribute: key for key in schema.keys(VgpuManager).values()}
 _PLUGIN = {key.attribute: key for key in schema.keys(Plugin).values()}
 
@@ -153,7 +154,7 @@ def in_force(settings: Settings, facts: NodeFacts) -> NodeConfig:
     of the newest.
     """
     path = settings.section(VgpuManager).node_config_file
-    texts = facts.texts.get(FILE, ())
+    texts = facts.texts.get(FILE, ())  # those that count, oldest first
     if not path:
         return NodeConfig()
     if not texts and FILE not in facts.unreadable:
@@ -192,7 +193,9 @@ def findings(settings: Settings, text: str) -> Findings:
         if config.entry
         else f"no entry is for node {node}, so flags and settings count"
     )
-    return Findings((*config.problems, *ruled_out), config.notes, meaning)
+    return Findings(
+        errors=(*config.problems, *ruled_out), notes=config.notes, part_in_force=meaning
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -244,13 +247,15 @@ class _Reader:
             self._problems.append(f"{self._file}: and {more} more problems")
         if self._problems:
             return NodeConfig(problems=tuple(self._problems))
-        return NodeConfig(self._own, self._plugin, self._entry, (), tuple(self._notes))
+        return NodeConfig(
+            self._own, self._plugin, self._entry, problems=(), notes=tuple(self._notes)
+        )
 
     def read(self, root: yaml.Node) -> None:
         """Read the whole document."""
         entries, prefix = root, ""
         if isinstance(root.value, dict):
-            if fault := yaml.kubernetes_object(root):
+            if fault := yaml.kubernetes_object(root):  # the ConfigMap instead of its content
                 self.report(*fault)
                 return
             members = self._members(root.value, "", ("version", "configs"), counts=True)
@@ -356,7 +361,7 @@ class _Reader:
 
     def _take(self, path: str, node: yaml.Node, key: schema.Key, into: dict[str, Any]) -> None:
         """Accept a value as the settings would, or report its fault."""
-        value = node.plain
+        value = node.plain  # without line numbers
         if key.is_list and not isinstance(value, list):  # one word, or several with commas
             words = value.split(",") if isinstance(value, str) else [value]
             value = [word.strip() if isinstance(word, str) else word for word in words]

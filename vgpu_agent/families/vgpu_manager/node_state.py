@@ -65,8 +65,9 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
             DesiredNode()
         )  # until the GPUs are read, the annotations from before the restart stay
     stale = DesiredNode(capacity=_stale(view, options))
-    if not inventory.numbered:
+    if not inventory.numbered:  # no GPUs
         return cleanup(options).joined(stale)
+    # `keys.number` names the resource ``vgpu-number``, of which each card has several ids
     free = {room.device: not room.trouble for room in view.rooms.get(keys.number, ())}
     never = withheld(inventory, options)
 
@@ -84,7 +85,7 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
             keys.node_config: config_text(options),
             keys.node_register: _unless_too_long(register),
             keys.node_topology: _unless_too_long(topology),
-            keys.node_heartbeat: None,
+            keys.node_heartbeat: None,  # deprecated, so only removed
         },
         labels=_labels(inventory),
     ).joined(stale)
@@ -165,7 +166,7 @@ def _entry(number: int, gpu: Gpu, options: VgpuManagerOptions, *, healthy: bool)
         "uuid": gpu.uuid,
         "core": cores_percent(options),
         "memory": memory_mib(gpu, options),
-        "number": options.split,
+        "number": options.split,  # of containers that may share the card
         "numa": -1 if gpu.numa_node is None else gpu.numa_node,
         "mig": gpu.mig_enabled,
         "busId": gpu.pci_bus_id,
@@ -215,7 +216,7 @@ def topology_text(inventory: Inventory) -> str:
 
 def link_types(link: Link) -> list[int]:
     """Return the types of a link, that of the PCIe bus first (vgpu-manager §3)."""
-    nvlinks = link.nvlinks or link.switch_links
+    nvlinks = link.nvlinks or link.switch_links  # to the other GPU, or to NVSwitches
     types = [_PCI_LINKS[link.pci]] if link.pci in _PCI_LINKS else []
     return [*types, _NVLINKS_BASE + min(nvlinks, _MAX_NVLINKS)] if nvlinks else types
 

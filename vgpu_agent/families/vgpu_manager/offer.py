@@ -135,7 +135,10 @@ def cautions_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[str,
 
 def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptions) -> Resource:
     ids = NumberedIds(
-        tuple(IdBlock(f"{gpu.uuid}::", options.split, gpu.uuid, gpu.numa_node) for gpu in gpus)
+        tuple(
+            IdBlock(f"{gpu.uuid}::", count=options.split, device=gpu.uuid, numa_node=gpu.numa_node)
+            for gpu in gpus
+        )
     )
     return Resource(
         options.keys.number,
@@ -147,7 +150,7 @@ def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         pre_start_required=True,
         decided_by=Decider.POD,
         offers_preference=options.prefer_claimed,
-        ids_setting=f"{_SETTINGS}.deviceSplitCount",
+        ids_setting=f"{_SETTINGS}.deviceSplitCount",  # named where there are too many ids
         requires_mig_off=True,
         init_shares=True,  # init containers have claims of their own
         withheld=withheld(inventory, options),
@@ -190,7 +193,7 @@ def _quota(
     shared = {gpu.uuid for gpu in shared_gpus(inventory, options)}
     # Each id is the card's number and a count, packed; a number from `CARDS` on does not fit.
     blocks = tuple(
-        IdBlock("", count(gpu), gpu.uuid, codec=PackedIds(number))
+        IdBlock("", count(gpu), device=gpu.uuid, codec=PackedIds(number))
         for number, gpu in inventory.numbered.items()
         if gpu.uuid in shared and number < CARDS and count(gpu) > 0
     )
@@ -198,7 +201,7 @@ def _quota(
         name,
         FAMILY,
         NumberedIds(blocks),
-        decided_by=Decider.NOBODY,
+        decided_by=Decider.NOBODY,  # its ids are neither booked nor answered
         offers_preference=False,
         ids_setting=f"{_SETTINGS}.{setting}",
         requires_mig_off=True,

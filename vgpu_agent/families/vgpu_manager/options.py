@@ -26,7 +26,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             the host's memory.
         memory_factor: MiB in one unit of the memory resource.
         excluded_uuids: GPUs that are advertised as unhealthy.
-        excluded_indices: the same, by NVML index.
+        excluded_indices: the same, by number (`Inventory.numbered`).
         offer_cores: the resource of cores is offered, for quotas (GPUCoreResourcePlugin).
         offer_memory: the same of memory (GPUMemoryResourcePlugin).
         topology: the links between GPUs are written on the Node (TopologyAwareGPUAllocation).
@@ -93,7 +93,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             reschedule=gates.reschedule,
             sm_watcher=gates.sm_watcher,
             tracks_virtual_memory=gates.tracks_virtual_memory,
-            mig_strategy=static_mig_strategy(settings, vgpu)[0],
+            mig_strategy=static_mig_strategy(settings, vgpu)[0],  # without the reason
             types_match_substrings=vgpu.type_match == "substring",
             open_kernel_modules=vgpu.open_kernel_modules,
             lists=lists,

@@ -77,10 +77,10 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         return request.memory_on(memory_mib(cards[room.device], options))
 
     demand = DeviceDemand(
-        len(question.ids),
-        memory_on,
-        request.cores_percent,
-        f"{len(question.ids)} × {question.resource.name} ({request.text()})",
+        count=len(question.ids),
+        memory_mib=memory_on,
+        cores_percent=request.cores_percent,
+        text=f"{len(question.ids)} × {question.resource.name} ({request.text()})",
         all_compute_is_exclusive=False,  # 100 % of the compute may share with those that ask for 0
     )
     rooms = [room for room in question.rooms if room.device in cards]
@@ -98,7 +98,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
     candidates = _in_order(question, fitting, policy, options)
     chosen = _chosen(question, candidates, container, policy, mode)
     cards_by_number = sorted(chosen.cards, key=lambda card: card.number)
-    if chosen.fallback:
+    if chosen.fallback:  # what the cards have instead of what the mode asks for
         numbers = ", ".join(str(card.number) for card in cards_by_number)
         text = (
             f"annotation {keys.topology_mode}={mode} could not be followed with the GPUs that had "
@@ -154,8 +154,8 @@ def _in_order(
     cores = cores_percent(options)
 
     def score(room: DeviceRoom) -> float:
-        slots = room.holders + room.holders_free
-        parts = (
+        slots = room.holders + room.holders_free  # places for containers
+        parts = (  # the free parts, 0 to 1
             room.holders_free / max(slots, 1),
             room.memory_free_mib / max(room.memory_mib, 1),
             room.cores_free_percent / max(cores, 1),
@@ -164,11 +164,11 @@ def _in_order(
 
     cards = [
         Candidate(
-            gpu.uuid,
-            number,
-            gpu.numa_node,
-            question.neighbours.rank(gpu.uuid),
-            score(fitting[gpu.uuid]),
+            key=gpu.uuid,
+            number=number,
+            numa=gpu.numa_node,
+            rank=question.neighbours.rank(gpu.uuid),
+            score=score(fitting[gpu.uuid]),
         )
         for number, gpu in question.inventory.numbered.items()
         if gpu.uuid in fitting
@@ -191,8 +191,10 @@ def _chosen(
     """
     count, inventory = len(question.ids), question.inventory
     links = Links(
-        {pair: link_types(link) for pair, link in inventory.links.items() if pair[0] != pair[1]},
-        [gpu.uuid for gpu in inventory.gpus],
+        types={
+            pair: link_types(link) for pair, link in inventory.links.items() if pair[0] != pair[1]
+        },
+        every=[gpu.uuid for gpu in inventory.gpus],
     )
     own = {share.device for shares in question.siblings.values() for share in shares}
     narrower = [[card for card in candidates if card.rank != OTHERS]]

@@ -4,7 +4,7 @@ which vgpu-manager's schedulers and monitors read back (vgpu-manager §4.3).
 They are expressed as desired state, from the pod and the grants alone: the result is the same after
 any restart, empty once it is written, and does not touch a pod without a started container. A pod
 that the agent itself has placed gets the scheduler's keys too, so that schedulers count its GPUs as
-taken. Called by `family` for the pod publisher.
+taken. Called by `family` for `cluster.pod_publisher`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def _claim(name: str, grant: Grant, indices: Mapping[str, int]) -> ContainerClai
         name,
         tuple(
             DeviceClaim(
-                indices.get(share.device, 0), share.device, share.cores_percent, share.memory_mib
+                index=indices.get(share.device, 0),
+                uuid=share.device,
+                cores_percent=share.cores_percent,
+                memory_mib=share.memory_mib,
             )
             for share in grant.shares
         ),

@@ -75,7 +75,7 @@ def compute_policy(pod: Pod, node_annotations: Mapping[str, str], keys: Keys) ->
     for texts in (pod.annotations, node_annotations):
         with contextlib.suppress(ValueError):
             return ComputePolicy(texts.get(keys.compute_policy, "").strip().lower())
-    return ComputePolicy.FIXED
+    return ComputePolicy.FIXED  # never more than the container's share
 
 
 def policy_word(pod: Pod, key: str, words: Sequence[str]) -> str:

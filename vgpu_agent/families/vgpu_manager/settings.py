@@ -117,6 +117,7 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     exclude_devices: Annotated[
         tuple[Annotated[str, Meta(pattern=exclusion.PATTERN)], ...],
         Meta(
+            # `numbers_are_text`: 0 without quotes is read as the text "0"
             extra={"expected": f"a list of {exclusion.EXPECTED}", "numbers_are_text": True},
             description=(
                 "GPUs that no container gets through this family: indices, ranges (`0-2`, `0..2`) "
@@ -234,6 +235,7 @@ def static_mig_strategy(settings: Settings, vgpu: VgpuManager) -> tuple[str, str
 
 def _conflicts(settings: Settings) -> Iterator[Conflict]:
     vgpu = settings.section(VgpuManager)
+    # a conflict has the settings that could be changed, each with its sentence
     for problem in vgpu.gates.problems:
         yield Conflict(((f"{SECTION}.featureGates", problem),))
     exporter = vgpu.exporter
@@ -284,9 +286,10 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
     # The setting that an operator has to change in a conflict.
     path = "families.vgpuManager" if vgpu.domain == DEFAULT_DOMAIN else f"{SECTION}.domain"
     for name in (name for name, is_offered in offered if is_offered):
-        yield OfferedName(name, FAMILY, path)
+        yield OfferedName(name, FAMILY, path=path)
     if strategy != "none":
-        yield OfferedName(keys.mig(""), FAMILY, f"{SECTION}.migStrategy", prefix=True)
+        # all names that begin with this one
+        yield OfferedName(keys.mig(""), FAMILY, path=f"{SECTION}.migStrategy", prefix=True)
 
 
 def _collisions(settings: Settings) -> Iterator[Conflict]:
@@ -349,7 +352,7 @@ SETTINGS = FamilySettings(
         _own("featureGates", "--feature-gates", "GATES", "vgpu-manager's gates: A=true,B=false"),
         _own("nodeConfigFile", "--node-config-path", "FILE", "vgpu-manager's node configuration"),
         _own("openKernelModules", "--open-kernel-modules", "BOOL", "the driver's open modules"),
-        Option("vgpuControl.hostDirectory", "", "HOST_MANAGER_DIR"),
+        Option("vgpuControl.hostDirectory", flag="", variable="HOST_MANAGER_DIR"),
         # those of vgpu-manager's monitor
         Option(
             f"{SECTION}.exporter.address",
@@ -375,6 +378,8 @@ SETTINGS = FamilySettings(
     ),
     # the flag and the variable of the second key set the first one, too
     follows_flags={f"{SECTION}.migStrategy": "plugin.migStrategy"},
+    # Variables and flags that are accepted and not followed. A flag's third text is the value with
+    # which it asks for nothing.
     ignored_variables=(ForeignVariable("CGROUP_DRIVER", _nothing_in_force, _FINDS_CGROUP),),
     ignored_flags=(
         ForeignFlag("--master", "name the API server in the kubeconfig"),

@@ -61,6 +61,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     config = node_config.in_force(settings, facts)
     vgpu, plugin = config.applied_to(section), settings.plugin
     _, why_not = static_mig_strategy(settings, vgpu)
+    # errors, and keys of the file that have no effect
     problems = [*config.problems, *config.notes]
     problems += [f"{section.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
     problems += [f"{SECTION}.migStrategy: {why_not}"] if why_not else []
@@ -79,7 +80,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         idle=() if offers_instances else (instances,),
         problems=tuple(problems),
         in_force=msgspec.structs.asdict(vgpu),
-        origins=dict.fromkeys(config.own, node_config.FILE),
+        origins=dict.fromkeys(config.own, node_config.FILE),  # attributes that the file sets
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
         services=control.services,
@@ -127,9 +128,9 @@ def _exporter(settings: Settings) -> ExporterOptions | None:
     if not exporter.address or not settings.is_on(FAMILY):
         return None
     return ExporterOptions(
-        exporter.address,
-        f"{SECTION}.exporter.address",
-        exporter.min_scrape_interval_seconds,
+        listen=exporter.address,
+        flag=f"{SECTION}.exporter.address",
+        min_interval_seconds=exporter.min_scrape_interval_seconds,
         authorised=exporter.authorised,
         certificate_file=exporter.certificate_file,
         key_file=exporter.key_file,
@@ -181,7 +182,9 @@ SPEC = FamilySpec(
     resource_prefixes=_BY_DEFAULT.resource_prefixes,
     annotations=_BY_DEFAULT.annotations,
     labels=_BY_DEFAULT.labels,
-    values=f"{OVERSOLD}|{DISABLED}",  # a pattern; these names have no metacharacters
+    # patterns of containers' variables: those whose text the family reads (the names have no
+    # metacharacters), and all that it has to know of
+    values=f"{OVERSOLD}|{DISABLED}",
     variables=(
         f"CUDA_MEM_(LIMIT(_\\d{{1,2}})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL|{DECISIVE_VARIABLES}"
     ),
@@ -191,9 +194,10 @@ SPEC = FamilySpec(
     progress_annotations=_BY_DEFAULT.progress_annotations,
     renamed=_renamed,
     scheduling=SchedulingPart(_scheduling, by_default=True),
-    parts=(MIG_FAMILY,),
+    parts=(MIG_FAMILY,),  # grants of MIG instances have this name instead of the family's
     exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,
     admission=_admission,
+    # whether its failed pods get another chance although ``binding.rescheduleFailed`` is off
     reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )

@@ -2,9 +2,10 @@
 Volcano's own device plugin offers them.
 
 Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a
-container gets its card and its budget, and nothing enforces them. The ids are only counted. The
-pod's card is in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent
-for pods that no GPU scheduler has placed.
+container gets its card and its budget, and nothing enforces them. The ids are only counted. A
+*unit* is one of what a limit counts: an amount of memory, or a card. The pod's card is in its
+annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that no GPU
+scheduler has placed.
 
 The numbers of cards are those of NVML when all of them answered. A card that is lost keeps its
 number as long as this agent runs, so ids and annotations of running pods keep their meaning;
@@ -53,8 +54,9 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 GPU_INDEX = "volcano.sh/gpu-index"
-PREDICATE_TIME = "volcano.sh/predicate-time"
-GPU_ASSIGNED = "volcano.sh/gpu-assigned"
+PREDICATE_TIME = "volcano.sh/predicate-time"  # when the card was chosen, in unix nanoseconds
+GPU_ASSIGNED = "volcano.sh/gpu-assigned"  # "true" once all but init containers have started
+# of the Node: the numbers of the cards that schedulers must not use
 UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
 NODE_LOCK = "gpu"  # the annotation of the Node by which a scheduler locks it, see `node_lock`
 
@@ -204,9 +206,16 @@ class VolcanoGpushareFamily:
                 or not 0 < count <= needed
             ):
                 continue
+            # only the number of cards counts here
             ids = ("",) * count if self._options.strategy == NUMBER else ("",)
             asked = Question(
-                Resource(name, FAMILY, ()), pod, container.name, ids, pod.node, inventory, ()
+                Resource(name, FAMILY, ids=()),
+                pod,
+                container.name,
+                ids,
+                node=pod.node,
+                inventory=inventory,
+                rooms=(),
             )
             with contextlib.suppress(RequestRefusedError):
                 gpus = self._named(asked, text)
@@ -342,7 +351,7 @@ class VolcanoGpushareFamily:
             pre_start_required=True,
             decided_by=Decider.POD,
             offers_preference=False,
-            ids_setting=ids_setting,
+            ids_setting=ids_setting,  # named where there are too many ids
             requires_mig_off=True,
         )
 
@@ -503,7 +512,9 @@ class VolcanoGpushareFamily:
 
     def _shares(self, question: Question, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
         if self._options.strategy == NUMBER:
-            return tuple(Share(gpu.uuid, gpu.memory_mib, 100, exclusive=True) for gpu in gpus)
+            return tuple(
+                Share(gpu.uuid, gpu.memory_mib, cores_percent=100, exclusive=True) for gpu in gpus
+            )
         return tuple(
             Share(gpu.uuid, len(question.ids) * self._factor(question.inventory)) for gpu in gpus
         )
@@ -537,7 +548,7 @@ def _size_mib(numbered: Mapping[int, Gpu]) -> int:
 def _memory_ids(numbered: Mapping[int, Gpu], factor: int) -> NumberedIds:
     count = _size_mib(numbered) // factor
     return NumberedIds(
-        tuple(IdBlock(f"{number}-", count, gpu.uuid) for number, gpu in numbered.items())
+        tuple(IdBlock(f"{number}-", count, device=gpu.uuid) for number, gpu in numbered.items())
     )
 
 

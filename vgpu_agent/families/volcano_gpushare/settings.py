@@ -85,6 +85,7 @@ SETTINGS = FamilySettings(
     "`volcano.sh/gpu-memory` or `volcano.sh/gpu-number`, as Volcano's own device plugin offers "
     "them.",
     sections={"volcano_gpushare": VolcanoGpushare},
+    # not followed, and reported where they differ from the value in force
     ignored_variables=(
         ForeignVariable("GPU_STRATEGY", _strategy, "set volcanoGpushare.strategy to that"),
         ForeignVariable(

@@ -42,6 +42,7 @@ SPEC = FamilySpec(
     needs_api_server=True,
     resource_prefixes=(MEMORY_RESOURCE, NUMBER_RESOURCE),
     annotations=(GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
+    # of containers, which the family has to know of
     variables="VOLCANO_GPU_(ALLOCATED|MEMORY_TOTAL)",
     # written after those by which schedulers count
     progress_annotations=frozenset({GPU_ASSIGNED}),

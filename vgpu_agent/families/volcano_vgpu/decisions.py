@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory
     from vgpu_agent.pods import Pod, PodContainer
 
-NODE = "volcano.sh/vgpu-node"
+NODE = "volcano.sh/vgpu-node"  # for which the GPUs were decided
 DECISION = "volcano.sh/vgpu-ids-new"
-TO_ALLOCATE = "volcano.sh/devices-to-allocate"
+TO_ALLOCATE = "volcano.sh/devices-to-allocate"  # the part of it that is left to allocate
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
 _REMEDY_IF_COPIED = f"{_REMEDY}, without this annotation in its template"
@@ -134,8 +134,16 @@ def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tupl
         count = container.limits.get(offer.names.number, 0)
         if not 0 < count <= len(offer.units):  # users may write any number there
             continue
-        number = Resource(offer.names.number, FAMILY, ())
-        asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
+        number = Resource(offer.names.number, FAMILY, ids=())
+        asked = Question(
+            number,
+            pod,
+            container.name,
+            ids=("",) * count,  # only their number counts here
+            node=pod.node,
+            inventory=inventory,
+            rooms=(),
+        )
         try:
             segment = decided_segment(asked, offer)
         except RequestRefusedError:

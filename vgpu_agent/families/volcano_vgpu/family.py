@@ -172,8 +172,8 @@ class VolcanoVgpuFamily:
         demand = DeviceDemand(
             count,
             memory_mib,
-            request.cores_percent,
-            f"{count} × {question.resource.name} ({request.text(offer.names)})",
+            cores_percent=request.cores_percent,
+            text=f"{count} × {question.resource.name} ({request.text(offer.names)})",
         )
         chosen = choose_rooms(
             rooms,
@@ -225,9 +225,11 @@ class VolcanoVgpuFamily:
         devices = [device for uuid in uuids if (device := visible_device(uuid, question.inventory))]
         container = question.pod.container(question.container)
         target = Target(
-            pod_uid=question.pod.kubelet_uid,
+            pod_uid=question.pod.kubelet_uid,  # for a static pod, not the API server's
             container=question.container,
+            # a name that no other grant has
             grant=f"{question.pod.kubelet_uid}/{question.container}/{question.resource.name}",
+            # names of the variables that the pod's specification sets
             environment=container.environment if container else frozenset(),
             shares=held,
             oversubscribed=max(self._options.memory_scaling, self._options.cores_scaling) > 1,

@@ -72,6 +72,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "passDeviceSpecs": False,
     "migstrategy": "none",  # ignored in the ConfigMap only; the one in config.json counts
 }
+# attribute of the settings → its declaration
 _ATTRIBUTES = {key.attribute: key for key in schema.keys(VolcanoVgpu).values()}
 
 

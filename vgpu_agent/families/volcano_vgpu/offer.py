@@ -123,10 +123,10 @@ class VolcanoVgpuOptions(msgspec.Struct, frozen=True):
         """
         return cls(
             names=Names(
-                vgpu.number_resource,
-                vgpu.memory_resource,
-                vgpu.cores_resource,
-                vgpu.memory_percentage_resource,
+                number=vgpu.number_resource,
+                memory=vgpu.memory_resource,
+                cores=vgpu.cores_resource,
+                percentage=vgpu.memory_percentage_resource,
             ),
             offer_percentage=vgpu.offer_memory_percentage,
             split=vgpu.device_split_count,
@@ -168,6 +168,7 @@ def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu,
         gpu
         for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices)
         if (
+            # `groups_of`: the ways in which a GPU of this model may be divided
             bool(groups_of(gpu, options.geometries)) if options.mode == MIG else not gpu.mig_enabled
         )
     )
@@ -216,6 +217,7 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
             pre_start_required=True,
             decided_by=Decider.POD,
             offers_preference=False,
+            # named where there are too many ids
             ids_setting=options.place_of("deviceSplitCount"),
         ),
         _counted(names.memory, _memory_ids(gpus, offer), options.place_of("gpuMemoryFactor")),
@@ -268,7 +270,7 @@ def _counted(name: str, ids: NumberedIds, ids_setting: str) -> Resource:
         name,
         FAMILY,
         ids,
-        decided_by=Decider.NOBODY,
+        decided_by=Decider.NOBODY,  # its ids are neither booked nor answered
         offers_preference=False,
         ids_setting=ids_setting,
     )
@@ -286,7 +288,11 @@ def _memory_ids(gpus: Sequence[Gpu], offer: Offer) -> NumberedIds:
 def _ids(gpus: Sequence[Gpu], infix: str, count: Callable[[Gpu], int]) -> NumberedIds:
     """``<UUID><infix><n>`` for each GPU, without topology."""
     return NumberedIds(
-        tuple(IdBlock(f"{gpu.uuid}{infix}", count(gpu), gpu.uuid) for gpu in gpus if count(gpu) > 0)
+        tuple(
+            IdBlock(f"{gpu.uuid}{infix}", count(gpu), device=gpu.uuid)
+            for gpu in gpus
+            if count(gpu) > 0
+        )
     )
 
 

@@ -4,7 +4,7 @@ which Volcano's schedulers read back (volcano-vgpu §3.3).
 They are expressed as desired state, from the pod and the grants alone: the result is the same after
 any restart, empty once it is written, and does not touch a pod without a started container, unless
 it has failed. A pod that the agent itself has placed gets the scheduler's keys too, so that
-schedulers count its GPUs as taken. Called by `family` for the pod publisher.
+schedulers count its GPUs as taken. Called by `family` for `cluster.pod_publisher`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 PHASE = "volcano.sh/bind-phase"
-TIME = "volcano.sh/vgpu-time"
+TIME = "volcano.sh/vgpu-time"  # when the GPUs were decided, in unix seconds; `NEVER` at the end
 BIND_TIME = "volcano.sh/bind-time"
 ALLOCATING = "allocating"
 SUCCESS = "success"

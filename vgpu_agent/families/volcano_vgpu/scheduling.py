@@ -70,9 +70,9 @@ class VolcanoScheduling:
         """See `SchedulingFamily`; no option renames them."""
         names = self._names
         return PodKeys(
-            (DECISION, NODE, WANTED_MODE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID),
-            (),
-            (names.number, names.memory, names.cores, names.percentage),
+            annotations=(DECISION, NODE, WANTED_MODE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID),
+            labels=(),
+            resource_prefixes=(names.number, names.memory, names.cores, names.percentage),
         )
 
     @property
@@ -140,10 +140,11 @@ class VolcanoScheduling:
             containers.append(
                 ContainerDemand(
                     ContainerKind.MAIN,
-                    number,
-                    request.cores_percent,
-                    request.memory_units,
-                    request.memory_percent,
+                    number=number,
+                    cores_percent=request.cores_percent,
+                    memory_units=request.memory_units,
+                    memory_percent=request.memory_percent,
+                    # it shares its cards with no other container
                     alone=request.cores_percent == _WHOLE_CORES,
                 )
             )
@@ -156,8 +157,8 @@ class VolcanoScheduling:
         included = _entries(pod, USE_TYPE)
         demand = Demand(
             tuple(containers),
-            BINPACK,
-            BINPACK,
+            node_policy=BINPACK,
+            device_policy=BINPACK,
             include_types=included,
             # schedulers ignore it beside USE_TYPE (volcano-vgpu §3.1)
             exclude_types=() if included else _entries(pod, NO_TYPE),
@@ -186,8 +187,8 @@ class VolcanoScheduling:
             return None
         return Holding(
             pod.node,
-            (ContainerKind.MAIN,) * len(segments),
-            tuple(
+            kinds=(ContainerKind.MAIN,) * len(segments),
+            cards=tuple(
                 tuple(
                     HeldCard(each.gpu, max(each.cores_percent, 0), max(each.memory_units, 0))
                     for each in segment
@@ -215,7 +216,7 @@ class VolcanoScheduling:
                 PHASE: ALLOCATING,
                 BIND_TIME: seconds,
             },
-            {},
+            labels={},
         )
 
 
@@ -224,12 +225,12 @@ def _card(fields: list[str]) -> Card:
     _, count, memory, model, health, *_ = fields
     healthy = health.strip() in {"1", "t", "T", "true", "TRUE", "True"}
     return Card(
-        None if healthy else Reason.DeviceUnhealthy,
-        model,
-        _number(memory, _MOST_MEMORY),
-        _WHOLE_CORES,
-        _number(count, _MOST_CONTAINERS),
-        None,
+        blocked=None if healthy else Reason.DeviceUnhealthy,
+        model=model,
+        memory_mib=_number(memory, _MOST_MEMORY),
+        cores_percent=_WHOLE_CORES,
+        slots=_number(count, _MOST_CONTAINERS),
+        numa=None,
     )
 
 

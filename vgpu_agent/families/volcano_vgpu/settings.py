@@ -235,6 +235,7 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
     vgpu = settings.section(VolcanoVgpu)
     strategy, _ = static_mig_strategy(settings, vgpu)
     # `change_order`: of two equal names, the operator is asked to change the one with the lower
+    # number
     if strategy != "none":
         text = f"{vgpu.mig_resource_prefix}/{'gpu' if strategy == 'single' else 'mig-'}"
         yield OfferedName(
@@ -263,6 +264,7 @@ def _collisions(settings: Settings) -> Iterator[Conflict]:
     vgpu = settings.section(VolcanoVgpu)
     _, problem = static_mig_strategy(settings, vgpu)
     if problem:
+        # the settings that could be changed, each with its sentence
         yield Conflict((("volcanoVgpu.migStrategy", problem), ("plugin.migStrategy", problem)))
     strategy, other = settings.plugin.mig_strategy, mig_family(settings)
     if other and vgpu.operating_mode == MIG and strategy != "mixed":
@@ -304,6 +306,7 @@ SETTINGS = FamilySettings(
     FAMILY,
     "`volcano.sh/vgpu-number`, `-memory` and `-cores`, as volcano-vgpu-device-plugin offers them.",
     sections={"volcano_vgpu": VolcanoVgpu},
+    # keys of earlier versions → what the agent does now
     former_keys={
         "volcanoVgpu.migRetrySeconds": (
             "a division of a GPU that has failed is tried again after 60 s at the earliest"
@@ -313,10 +316,13 @@ SETTINGS = FamilySettings(
         ),
     },
     # As volcano-vgpu-device-plugin names it.
-    options=(Option("volcanoVgpu.configMapNamespace", "", "DEVICE_CONFIG_NAMESPACE"),),
+    options=(
+        Option("volcanoVgpu.configMapNamespace", flag="", variable="DEVICE_CONFIG_NAMESPACE"),
+    ),
     # Both plugins read the same variables, with different defaults: what sets the second key from
     # outside the file sets the first one, too.
     follows={f"volcanoVgpu.{mode}Enabled": f"plugin.{mode}Enabled" for mode in DEVICE_MODES},
+    # not followed, and reported where it differs from the value in force
     ignored_variables=(
         ForeignVariable(
             "HOOK_PATH",

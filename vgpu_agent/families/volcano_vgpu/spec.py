@@ -89,6 +89,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         return BuiltFamily(idle=not_offered)
     files = _files(settings, facts)
     vgpu, problems = files.settings, list(files.problems)
+    # attribute of the settings → its key in the configuration
     names = {field.name: field.encode_name for field in msgspec.structs.fields(type(vgpu))}
     options = VolcanoVgpuOptions.from_settings(
         settings,
@@ -97,6 +98,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         node_config=files.node_config,
         geometries=files.device_config.geometries if files.device_config else (),
     )
+    # where a value has to be changed, for messages
     set_in = tuple(
         (names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(files.origins.items())
     )
@@ -123,9 +125,9 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         hami, library = settings.hami_core, facts.library(HAMI_CORE)
         backend = HamiCore(
             hami.host_directory,
-            library.path,
-            library.locks,
-            hami.disable_variable,
+            library_path=library.path,
+            library_locks=library.locks,  # it makes a lock file
+            disable_variable=hami.disable_variable,  # which pods may switch their limit off
             late=facts.late,
         )
     return BuiltFamily(
@@ -183,7 +185,7 @@ def _read_node_config(settings: Settings, text: str) -> Overlay:
 
 def _findings(settings: Settings, text: str) -> Findings:
     config = _read_node_config(settings, text)
-    return Findings(notes=config.problems) if config.is_valid else Findings(config.problems)
+    return Findings(notes=config.problems) if config.is_valid else Findings(errors=config.problems)
 
 
 def _namespaces(settings: Settings) -> tuple[str, ...]:
@@ -209,7 +211,7 @@ def _node_config_path(settings: Settings) -> str:
 
 def _limits(vgpu: VolcanoVgpu) -> LibraryLimits:
     return LibraryLimits(
-        "" if vgpu.isolation == HAMI_CORE else "volcanoVgpu.isolation is none",
+        missing="" if vgpu.isolation == HAMI_CORE else "volcanoVgpu.isolation is none",
         cores=not vgpu.disable_core_limit,
         oversubscribed=max(vgpu.device_memory_scaling, vgpu.device_core_scaling) > 1,
         unit_mib=vgpu.gpu_memory_factor or 1,
@@ -219,9 +221,9 @@ def _limits(vgpu: VolcanoVgpu) -> LibraryLimits:
 def _mig_tool(settings: Settings) -> MigTool:
     vgpu = settings.section(VolcanoVgpu)
     return MigTool(
-        vgpu.mig_parted,
-        "volcanoVgpu.migParted",
-        vgpu.mig_parted_timeout_seconds,
+        program=vgpu.mig_parted,
+        setting="volcanoVgpu.migParted",
+        timeout_seconds=vgpu.mig_parted_timeout_seconds,
     )
 
 
@@ -298,6 +300,7 @@ SPEC = FamilySpec(
         NO_UUID,
         BIND_TIME,
     ),
+    # of containers, which the family has to know of
     variables=(
         "CUDA_(DISABLE_CONTROL|REDIRECT|DEVICE_MEMORY_LIMIT(_\\d{1,2})?|DEVICE_SM_LIMIT(_\\d{1,"
         "2})?|DEVICE_MEMORY_SHARED_CACHE|OVERSUBSCRIBE|TASK_PRIORITY)|GPU_CORE_UTILIZATION_POLICY|"
@@ -307,15 +310,16 @@ SPEC = FamilySpec(
     device_modes=_device_modes,
     library=LibraryUse(
         HAMI_CORE,
-        _wants_library,
-        "or set volcanoVgpu.isolation to none, which shares without any limit",
+        is_wanted=_wants_library,
+        instead="or set volcanoVgpu.isolation to none, which shares without any limit",
     ),
     metrics=METRICS,
     node_annotations=("volcano.sh/node-vgpu-*",),
     # written after those by which schedulers count
     progress_annotations=frozenset({PHASE, TIME, TO_ALLOCATE}),
-    parts=(STATIC_MIG_FAMILY,),
+    parts=(STATIC_MIG_FAMILY,),  # grants of existing instances have this name instead
     # taken off when a pod is recreated
     stale_keys=lambda _: (NODE, PHASE, TIME, DECISION, TO_ALLOCATE, BIND_TIME),
+    # the extender places its pods only where the operator asks for it
     scheduling=SchedulingPart(_scheduling, by_default=False),
 )

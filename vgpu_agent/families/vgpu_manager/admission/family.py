@@ -97,8 +97,8 @@ class VgpuManagerAdmission:
             annotations,
             labels,
             limits,
-            self._options.scheduler_name,
-            self._options.runtime_class,
+            scheduler=self._options.scheduler_name,
+            runtime_class=self._options.runtime_class,
             needs_scheduler=True,
         )
 
@@ -108,6 +108,7 @@ class VgpuManagerAdmission:
         if not self._options.completes_limits or keys.number in container.unreadable_limits:
             return {}
         others = (keys.cores, keys.memory)
+        # the container asks neither for compute nor for memory
         open_ = not any(limits.get(key) or key in container.unreadable_limits for key in others)
         if limits.get(keys.number):
             return {keys.cores: _WHOLE} if open_ else {}
@@ -229,11 +230,12 @@ class VgpuManagerAdmission:
         """Return the number of cards of a Node, whether healthy or not, and the largest memory of
         one of them, in units of a request (the Node's ``deviceMemoryFactor`` MiB).
         """
-        found = read_cards(node_annotations, 1, self._keys)
+        # the allocatable slots do not matter here, so any number above 0 will do
+        found = read_cards(node_annotations, slots=1, keys=self._keys)
         if isinstance(found, Unfit):
             return LargestNode()
         hardware = found.hardware
         return LargestNode(
-            len(hardware.cards),
-            max(card.memory_mib for card in hardware.cards) // hardware.memory_factor,
+            gpus=len(hardware.cards),
+            memory_units=max(card.memory_mib for card in hardware.cards) // hardware.memory_factor,
         )

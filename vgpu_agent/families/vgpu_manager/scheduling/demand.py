@@ -46,7 +46,10 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
         return None
     # `Pod.containers` has them in the order of the claims: init containers and sidecars first.
     containers = tuple(
-        _container_demand(pod, container, read_request(pod, container, keys, 1), keys, options)
+        # with a factor of 1 the amounts of memory stay in the Node's units
+        _container_demand(
+            pod, container, read_request(pod, container, keys, factor=1), keys, options
+        )
         for container in asking
     )
 
@@ -63,15 +66,17 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
     memory = pod.annotations.get(keys.memory_policy, "").strip().lower()
     demand = Demand(
         containers,
-        policy_word(pod, keys.node_policy, POLICIES),
-        policy_word(pod, keys.device_policy, POLICIES),
-        mode,
-        VIRTUAL if memory.startswith("virt") else PHYSICAL if memory.startswith("phy") else "",
-        entries(keys.include_type),
-        entries(keys.exclude_type),
-        entries(keys.include_uuid),
-        entries(keys.exclude_uuid),
-        options.types_match_substrings,
+        node_policy=policy_word(pod, keys.node_policy, POLICIES),
+        device_policy=policy_word(pod, keys.device_policy, POLICIES),
+        topology_mode=mode,
+        memory_policy=(
+            VIRTUAL if memory.startswith("virt") else PHYSICAL if memory.startswith("phy") else ""
+        ),
+        include_types=entries(keys.include_type),
+        exclude_types=entries(keys.exclude_type),
+        include_uuids=entries(keys.include_uuid),
+        exclude_uuids=entries(keys.exclude_uuid),
+        types_match_substrings=options.types_match_substrings,
         aligned=(  # the pod is to be near its peers
             mode in {LINK, LINK_STRICT}
             and pod.annotations.get(keys.cross_pod, "").strip().lower() == "true"
@@ -114,4 +119,10 @@ def _container_demand(
             )
         if rule is Incomplete.PROPORTIONAL and memory is None:
             memory_percent = cores
-    return ContainerDemand(container.kind, request.number, cores, memory, memory_percent)
+    return ContainerDemand(
+        container.kind,
+        number=request.number,
+        cores_percent=cores,
+        memory_units=memory,
+        memory_percent=memory_percent,
+    )

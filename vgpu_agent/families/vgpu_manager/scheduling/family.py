@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.demand import PodDemand
     from vgpu_agent.pods import Pod
 
-ROLE_LABEL = "vgpu-manager.io/scheduler-role"
+ROLE_LABEL = "vgpu-manager.io/scheduler-role"  # says which of several extenders leads
 
 
 class VgpuManagerScheduling:
@@ -100,7 +100,10 @@ class VgpuManagerScheduling:
                 name,
                 tuple(
                     DeviceClaim(
-                        numbers.get(card.uuid, 0), card.uuid, card.cores_percent, card.memory_mib
+                        index=numbers.get(card.uuid, 0),
+                        uuid=card.uuid,
+                        cores_percent=card.cores_percent,
+                        memory_mib=card.memory_mib,
                     )
                     for card in cards
                 ),
@@ -112,7 +115,7 @@ class VgpuManagerScheduling:
                 keys.pre_allocated: write_claims(claims),
                 keys.predicate_node: holding.node,
                 keys.predicate_time: str(now_ns),
-                keys.real_allocated: "",
+                keys.real_allocated: "",  # for the claims of containers that have started
             },
             {keys.phase: ALLOCATING, keys.metrics_node: node_label(holding.node)},
         )

@@ -55,8 +55,8 @@ def holding_of(pod: Pod, keys: Keys) -> Holding | None:
         return None
     return Holding(
         pod.node,
-        tuple(kinds[each.container] for each in counted),
-        tuple(
+        kinds=tuple(kinds[each.container] for each in counted),
+        cards=tuple(
             tuple(
                 HeldCard(card.uuid, max(card.cores_percent, 0), max(card.memory_mib, 0))
                 for card in each.cards

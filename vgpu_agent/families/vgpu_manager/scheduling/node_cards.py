@@ -37,7 +37,7 @@ class _Entry(msgspec.Struct):
 
     id: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CARDS)]
     uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9.:-]+\Z")]
-    core: Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+    core: Annotated[int, msgspec.Meta(ge=0, le=100_000)]  # percent of compute
     memory: _Amount
     number: Annotated[int, msgspec.Meta(ge=0, le=10_000)]  # of slots
     type: Annotated[str, msgspec.Meta(max_length=256)] = ""
@@ -82,6 +82,7 @@ def read_cards(annotations: Mapping[str, str], slots: int, keys: Keys) -> NodeCa
         links=_links(annotations.get(keys.node_topology, ""), len(entries)),
     )
     uuids = tuple(entry.uuid for entry in entries)
+    # `node_gpu_domain`: an operator's annotation with the network of each card
     return NodeCards(hardware, uuids, _rails(annotations.get(keys.node_gpu_domain, ""), uuids))
 
 
@@ -133,7 +134,14 @@ def _card(entry: _Entry) -> Card:
         else None
     )
     numa = None if entry.numa < 0 else entry.numa
-    return Card(blocked, entry.type, entry.memory, entry.core, entry.number, numa)
+    return Card(
+        blocked,
+        model=entry.type,
+        memory_mib=entry.memory,
+        cores_percent=entry.core,
+        slots=entry.number,
+        numa=numa,
+    )
 
 
 @functools.lru_cache(maxsize=64)  # Nodes of one kind have equal texts, of some ten KiB at most

@@ -91,7 +91,8 @@ def followed(
                 f"({instance.uuid})"
             )
     if layouts:
-        return Decision((), by, layouts=tuple(layouts))
+        return Decision(shares=(), by=by, layouts=tuple(layouts))
+    # `second_best`: why it is not the scheduler's choice
     return Decision(tuple(shares), "; ".join([by, *changed]), second_best="; ".join(changed))
 
 
@@ -184,7 +185,7 @@ def placed(
         )
     chosen = sorted([*ready, *divisible], key=lambda uuid: rank(uuid) == OTHERS)[:count]
     if layouts := tuple(divisible[uuid] for uuid in chosen if uuid in divisible):
-        return Decision((), "the agent, MIG", layouts=layouts)
+        return Decision(shares=(), by="the agent, MIG", layouts=layouts)
     return Decision(tuple(share_of(ready[uuid]) for uuid in chosen), "the agent, MIG")
 
 
@@ -192,7 +193,7 @@ def share_of(instance: MigInstance) -> Share:
     """Return the share of a whole MIG instance,
     regardless of the part that was asked for (volcano-vgpu G12).
     """
-    return Share(instance.uuid, instance.memory_mib, 100, exclusive=True)
+    return Share(instance.uuid, instance.memory_mib, cores_percent=100, exclusive=True)
 
 
 def _place_of(

@@ -32,7 +32,7 @@ class StaticMigOptions(msgspec.Struct, frozen=True):
         strategy: `SINGLE` or `MIXED`.
         prefix: ``volcano.sh``, or ``nvidia.com`` as up to 1.11.
         hidden_uuids: GPUs that are not offered.
-        hidden_indices: the same, by NVML index.
+        hidden_indices: the same, by number (`Inventory.numbered`).
         lists: how containers get their devices.
     """
 
