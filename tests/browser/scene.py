@@ -8,7 +8,7 @@ import asyncio
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.component.volcano import FACTOR, VolcanoStage, asks
 from tests.regions import Device, Slot, v1
@@ -30,7 +30,7 @@ class Share(NamedTuple):
 
 
 async def serve(stage: VolcanoStage, shares: Sequence[Share]) -> None:
-    """Start these pods, and let them use what they use."""
+    """Start these pods, let them use what they use, and wait until the agent has measured that."""
     for share in shares:
         uuid = stage.gpus.uuids[share.gpu]
         came = await stage.serve(
@@ -42,6 +42,18 @@ async def serve(stage: VolcanoStage, shares: Sequence[Share]) -> None:
             await asyncio.to_thread(_use, came, uuid, share)
             use = ProcessUse(memory_mib=share.used_mib, sm_percent=share.used_percent)
             await asyncio.to_thread(stage.gpus.add_process, share.gpu, 1, use)
+
+    def is_measured(found: dict[str, Any]) -> bool:
+        for gpu in found["gpus"]:
+            on_it = [share for share in shares if share.gpu == gpu["index"]]
+            usage = gpu["usage"] or {}
+            if (usage.get("memory_used_mib") or 0) < sum(share.used_mib for share in on_it):
+                return False
+            if (usage.get("utilisation_percent") or 0) < sum(each.used_percent for each in on_it):
+                return False
+        return True
+
+    await stage.agent.until("/debug/devices", is_measured)
 
 
 def _use(came: Received, uuid: str, share: Share) -> None:

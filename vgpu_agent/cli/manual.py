@@ -19,10 +19,10 @@ _EXAMPLES = """examples:
   vgpu-agent man > /usr/local/share/man/man1/vgpu-agent.1"""
 _EXIT_STATUS = (
     ("0", "success"),
-    ("1", "failure; for status a node with problems, for doctor warnings"),
+    ("1", "failure; for the command status a node with problems, for the command doctor warnings"),
     (
         "2",
-        "wrong usage or configuration; the running agent cannot be reached; for doctor errors",
+        "wrong usage or configuration; the agent cannot be reached; for the command doctor errors",
     ),
     ("130", "interrupted"),
 )
@@ -31,7 +31,7 @@ _ENVIRONMENT = (
         debug_address.ENVIRONMENT,
         f"where the agent serves /debug, for the commands that ask it ({debug_address.DEFAULT})",
     ),
-    ("VGPU_AGENT_SCHEDULER", "where the scheduler extender listens, for why"),
+    ("VGPU_AGENT_SCHEDULER", "where the scheduler extender listens, for the command why"),
     ("NO_COLOR", "no colours, also on a terminal"),
     ("COLUMNS", "the width of tables, instead of that of the terminal"),
 )
@@ -84,7 +84,9 @@ def page() -> str:
         lines += [".TP", f".B {_text(name)}", _text(text)]
     lines += [
         ".PP",
-        _text("Each setting of run has a variable, which vgpu-agent config example names."),
+        _text(
+            "Each setting of the command run has a variable, which vgpu-agent config example names."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

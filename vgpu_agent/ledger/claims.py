@@ -30,11 +30,12 @@ class Claim(msgspec.Struct, frozen=True):
         gpu: UUID.
         family: the family whose pod it is.
         pod: ``namespace/name``.
-        pod_uid: the kubelet's UID of the pod.
+        pod_uid: the UID under which the kubelet keeps the pod; for a static pod not its mirror's.
         since: unix seconds of the moment at which the claim was first seen.
         order: its position among the claims of the node; smaller is older, and all claims of one
             pod have the same.
-        named: a scheduler has named the GPU; otherwise the pod needs ids of it.
+        named: a scheduler has named the GPU; otherwise the agent has chosen it, because the GPUs in
+            use have too few free ids for the pod.
     """
 
     gpu: str

@@ -6,11 +6,11 @@ container. In client mode (``vgpuControl.processes: client``) it does not look i
 GPU calls this service on a unix socket, and the agent writes the numbers of *all* processes of its
 container into the container's own list.
 
-The claims of the caller are not used. The kernel names the calling process and its container
-(`cgroups`), and the kubelet's status of the pod has the container's name. The call must name the
-same. A call only updates the list of the caller's own container with its real processes, so a
-forged call gains nothing. A list is kept up to date while its container lives, because a process
-that does not load the library makes no call.
+What the caller says about itself is not trusted, only compared. The kernel names the calling
+process and its container (`cgroups`), and the kubelet's status of the pod has the container's name.
+The call must name the same. A call only updates the list of the caller's own container with its
+real processes, so a forged call gains nothing. A list is kept up to date while its container lives,
+because a process that does not load the library makes no call.
 
 The agent needs ``hostPID`` for this, and the host's cgroups.
 """
@@ -72,6 +72,8 @@ WAIT_SECONDS = 60.0
 # (vgpu-manager §9). A process begins to use a GPU some time after it has started.
 REFRESH_SECONDS = 1.0
 _GUARD_SECONDS = 5.0  # between two checks that the socket is still ours
+# How long a call goes on trying while a process of the container has its list locked, and the pause
+# between two tries.
 _LOCK_SECONDS, _LOCK_PAUSE_SECONDS = 1.0, 0.01
 _WORK_SECONDS = 10.0  # the longest that one piece of work on files may take
 _SILENT_SECONDS = 15.0  # a connection without a call in progress is ended after so long
@@ -174,7 +176,9 @@ class ProcessRegistry:
 
     @property
     def registered(self) -> dict[tuple[str, str], Member]:
-        """The containers whose lists are kept, by the pod's UID at the kubelet and their name."""
+        """The containers whose lists are kept, by the UID under which the kubelet keeps the pod,
+        and by their name.
+        """
         return {owner: one.member for owner, one in self._registered.items()}
 
     # ---- the socket

@@ -194,6 +194,7 @@ def _ledger(request: DebugRequest) -> dict[str, Any]:
         "rooms": ledger.rooms,
         "scheduler_overcommitted": ledger.overcommitted,
         "uses": {use.gpu: uses.use_view(use, request.now) for use in ledger.uses},
+        # resource → how many of its ids are not granted now, and why
         "held_back": {
             resource: uses.held_back(request.status, resource) for resource in ledger.held_back
         },
@@ -240,7 +241,9 @@ def _resources(request: DebugRequest) -> dict[str, Any]:
     return {
         "kubelet": shown(request.status.kubelet, request.now),
         "resources": views.resources(request.status, request.now),
+        # resource → why it has no plugin server
         "withheld": views.withheld(request.status),
+        # problems that some pods will have with offered resources
         "cautions": list(request.status.binding.cautions),
     }
 

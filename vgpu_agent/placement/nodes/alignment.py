@@ -13,7 +13,7 @@ domain as the peers' components on other Nodes. With ``link-strict``, the topolo
 pod asks for that, it does not go to a Node where no such set has room. Otherwise it may get any
 cards there.
 
-A Node with peers is better than any other, and a Node with such a set is better than one without.
+A Node with such a set is better than one without, and among those with one, a Node with peers is.
 For the first pod of a group, and among equally good Nodes, the number of waiting peers counts that
 would find room on the same cards. vgpu-manager does not look ahead (vgpu-manager §12.3). Nothing is
 reserved for peers: two half-placed gangs would block each other.
@@ -47,7 +47,8 @@ Component = tuple[int, ...]
 Domain = frozenset[str] | int
 """The rails of a component; where no rails are known, its position among those of its Node."""
 
-# How near a pod is to its peers, the best last.
+# How near a pod is to its peers, the best last: on any cards; on another Node, on cards of the
+# peers' rails or domain; on a Node with peers, on such cards or in a peer's component.
 ANYWHERE, ELSEWHERE, TOGETHER = range(3)
 
 
@@ -230,11 +231,11 @@ def survey_aligned(
     book: Book, demand: Demand, peers: Collection[str], named: Iterable[Reason] = ()
 ) -> Survey:
     """Compare a demand with all Nodes as `Book.survey` does, and also check the nearness to
-    peers.
+    peers. ``named`` are the reasons of the Nodes that the scheduler has named; they are the answer
+    for a demand that names cards by UUID.
     """
     found = book.survey(demand, named)
-    # No verdicts (whether the pod fits on a Node, or why not) are kept for a demand that names
-    # cards by UUID.
+    # A demand that names cards by UUID would have to be compared with each Node, which takes long.
     if not found.may_fit or demand.names_cards:
         return found
     if (search := _strict_search(book, demand, peers)) is None:

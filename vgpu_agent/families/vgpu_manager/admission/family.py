@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 _WHOLE = 100  # percent of a card's compute
-_SHOWN = 40  # characters of a wrong word
+_SHOWN = 40  # characters of a container's name in a message
 # 4 TiB in MiB. A larger amount comes from a unit that does not belong there: 5Mi is read as
 # 5242880.
 _MOST_MEMORY_UNITS = 1 << 22
@@ -99,7 +99,7 @@ class VgpuManagerAdmission:
             limits,
             scheduler=self._options.scheduler_name,
             runtime_class=self._options.runtime_class,
-            needs_scheduler=True,
+            needs_scheduler=True,  # also with spec.nodeName: only a scheduler gives it GPUs
         )
 
     def _completed(self, container: PodContainer) -> dict[str, int]:
