@@ -122,7 +122,7 @@ class Command(NamedTuple):
 
     @property
     def way(self) -> Way:
-        """How the command is tested."""
+        """The test of the command."""
         if self.comment.startswith(MARK):
             return Way.UNTESTED
         if self.elsewhere is not None:

@@ -83,7 +83,7 @@ def _arguments_of_the_agent(command: Command) -> Iterator[list[str]]:
 
 
 def test_the_agent_knows_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the real parser, without a run. In a sentence arguments may be missing."""
+    """The real parser accepts each one, without a run. In a sentence arguments may be missing."""
     wrong, seen = [], 0
     for command in EVERY:
         for words in _arguments_of_the_agent(command):
@@ -126,7 +126,7 @@ def test_a_script_knows_its_arguments() -> None:
 
 
 def test_an_address_is_a_route() -> None:
-    """Of the agent, or of the extender on its port."""
+    """It is one of the agent, or of the extender on its port."""
     agents = {"", "/", "/metrics", "/livez", "/healthz", "/readyz"}
     agents |= {entry.path for entry in debug.PATHS}
     extenders = set(re.findall(r'add_get\("(/[a-z]+)"', inspect.getsource(scheduler_web)))

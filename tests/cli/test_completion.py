@@ -14,7 +14,7 @@ KNOWN = list(command_tree.commands(main.whole_parser()))
 
 
 def script(shell: str) -> str:
-    """What ``vgpu-agent completion`` prints."""
+    """Return the output of ``vgpu-agent completion``."""
     return "\n".join(completion._SHELLS[shell](KNOWN)) + "\n"
 
 
@@ -53,7 +53,7 @@ def test_bash_completes_commands_flags_and_values(
 
 
 def test_bash_completes_files(tmp_path: Path) -> None:
-    """Where a flag takes one."""
+    """A flag that takes a path is followed by files."""
     (tmp_path / "config.yaml").touch()
     assert completed("vgpu-agent", "run", "--config", f"{tmp_path}/con") == {
         f"{tmp_path}/config.yaml"
@@ -66,6 +66,7 @@ def test_the_other_shells_can_read_their_script(shell: str, tmp_path: Path) -> N
     path = tmp_path / "script"
     path.write_text(script(shell))
     if shutil.which(shell) is None:
+        # bash is on every machine; the other two are no requirement of the tests
         pytest.skip(f"{shell} is not installed on this machine")
     ran = subprocess.run([shell, "-n", str(path)], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -97,6 +98,7 @@ def test_the_manual_page_is_proper_roff_and_names_every_option() -> None:
             assert all(flag.replace("-", "\\-") in text for flag in choice.flags)
     assert {"sim", "demo"} & {command.words[0] for command in commands if command.words} == set()
     if shutil.which("groff") is None:
+        # the page is compared with the one in docs/ all the same
         pytest.skip("groff is not installed on this machine")
     ran = subprocess.run(
         ["groff", "-man", "-Tutf8", "-ww", "-K", "utf8"],

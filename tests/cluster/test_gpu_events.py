@@ -200,7 +200,7 @@ async def test_nothing_is_kept_of_pods_that_are_gone() -> None:
 
 
 async def test_an_event_of_the_node_ends_with_the_remedy() -> None:
-    """Of several GPUs once, with their numbers as nvidia-smi takes them."""
+    """A remedy of several GPUs is told once, with their numbers as nvidia-smi takes them."""
     gpus = tuple(gpu(number, f"GPU-{number}") for number in range(3))
     world = World(gpus)
     world.grants = []

@@ -86,7 +86,7 @@ class Place(NamedTuple):
 
 
 def _programs(folder: Path, kubectl: FakeKubectl) -> None:
-    """What a reader has on PATH, and ``.venv/bin``."""
+    """Make a directory with the programs that a reader has on PATH, and ``.venv/bin``."""
     agent = f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m vgpu_agent "$@"\n'
     (folder / ".venv" / "bin").mkdir(parents=True)
     for path, text in {

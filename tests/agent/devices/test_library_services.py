@@ -65,6 +65,7 @@ class Stage:
         self.services: Latest[Mapping[str, LibraryServices]] = Latest({})
         self.parts = LibraryServicesInForce(
             self.services,
+            # stand-ins with the attributes that are read here
             ledger=self.book,  # type: ignore[arg-type]
             gpu_watch=self.watch,  # type: ignore[arg-type]
             pods=PodCache(),
