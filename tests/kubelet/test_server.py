@@ -8,6 +8,7 @@ import asyncio
 import shutil
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,38 @@ async def test_pre_start_is_called_at_each_start(kubelet: SimulatedKubelet, node
     await kubelet.start_container(pod, "c")
 
     assert backend.started == [(RESOURCE, tuple(kubelet.ids_of(pod, "c", RESOURCE)))] * 2
+
+
+async def test_no_call_decides_after_the_resource_was_handed_over(
+    kubelet: SimulatedKubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet that was made to forget its client does not close the connection. By then the next
+    agent reads what containers have.
+    """
+    resource = shared_resource(pre_start_required=True)
+    begun, decided = asyncio.Event(), []
+
+    class Slow(FakeBackend):
+        async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
+            begun.set()
+            await asyncio.sleep(5)
+            decided.append(resource)
+
+    async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
+        node = Node(directory, supervisor, monkeypatch, DRAIN_SECONDS=0.2)
+        node.watch_directory()
+        plugin = node.offer(resource, Slow(resource))
+        await _all_offered(kubelet)
+        pod = await kubelet.admit("train", [Container("c", {RESOURCE: 1})])
+        starting = asyncio.ensure_future(kubelet.start_container(pod, "c"))
+        await begun.wait()
+        assert await plugin.unlink()
+        await plugin.end_streams()
+        await plugin.hand_over()
+        assert not _sockets(kubelet)
+        await asyncio.wait([starting], timeout=PATIENCE_SECONDS)
+        assert starting.exception() is not None
+        assert decided == []
 
 
 async def test_a_missing_kubelet_is_waited_for(directory: Path, node: Node) -> None:

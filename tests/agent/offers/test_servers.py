@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from tests import constants
 from tests.allocation.without_pods import without_pods
+from vgpu_agent.agent.offers import servers
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.context import Families
@@ -294,3 +295,37 @@ async def test_counts_are_told_for_schedulers_where_several_families_are_on(
         }
         node.offering.plugins[0].status.not_listed = "kubelet does not list the agent's ids"
         assert node.offering.counts_sent_while_shared.keys() == {"k8s.amazonaws.com/vgpu"}
+
+
+@pytest.mark.parametrize("trouble", ["not registered", "not forgotten"])
+async def test_a_resource_in_trouble_does_not_spoil_the_hand_over_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """Its own ids are Unhealthy for a moment; those of the others never are."""
+    ended: list[str] = []
+
+    async def unlink(plugin: DevicePlugin) -> bool:
+        assert plugin.is_registered
+        return plugin.resource.name != "example.com/b"
+
+    async def end_streams(plugin: DevicePlugin) -> None:
+        ended.append(plugin.resource.name)
+
+    async def until_disconnected(_: DevicePlugin, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    monkeypatch.setattr(servers, "UNLINK_SECONDS", 0.05)
+    monkeypatch.setattr(DevicePlugin, "unlink", unlink)
+    monkeypatch.setattr(DevicePlugin, "end_streams", end_streams)
+    monkeypatch.setattr(DevicePlugin, "until_disconnected", until_disconnected)
+    monkeypatch.setattr(
+        DevicePlugin,
+        "is_registered",
+        property(lambda self: trouble == "not forgotten" or self.resource.name == "example.com/a"),
+    )
+    names = ("example.com/a", "example.com/b")
+    async with running(tmp_path) as node:
+        one = resource("nvidia.com/gpu")
+        await node.offer(*(msgspec.structs.replace(one, name=name, family=name) for name in names))
+        assert await node.offering.unlink(names)
+        assert ended == ["example.com/a"]
