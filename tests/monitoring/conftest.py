@@ -18,7 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("cluster")
-            item.add_marker(pytest.mark.xdist_group("monitoring"))
             item.add_marker(pytest.mark.timeout(300))
 
 

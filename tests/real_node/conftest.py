@@ -32,16 +32,13 @@ _started = pytest.StashKey[list[Rig]]()
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything below this folder is a cluster test, and may take its time. The tests of a file
-    share rigs, so where several processes run tests, one of them runs the whole file. The longest
-    files come first, so that no process is left with one at the end.
+    """Everything below this folder is a cluster test, and may take its time. The longest files come
+    first, so that no process is left with one at the end.
     """
     items.sort(key=lambda item: item.path.stem not in _LONGEST)
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("cluster")
-            if item.get_closest_marker("xdist_group") is None:
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(_TIMEOUT_SECONDS))
 

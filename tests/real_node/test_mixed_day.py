@@ -24,10 +24,7 @@ DAYS = {
     "all-families": ("none", FAMILIES, NVIDIA, 1),
     "single-numa-node": ("single-numa-node", (NVIDIA, AWS, VGPU_FAMILY), VGPU_FAMILY, 2),
 }
-# Each day has a rig of its own, so two processes may play them.
-each_day = pytest.mark.parametrize(
-    "day", [pytest.param(day, marks=pytest.mark.xdist_group(f"mixed day {day}")) for day in DAYS]
-)
+each_day = pytest.mark.parametrize("day", DAYS)
 
 
 @pytest.fixture(scope="module")
