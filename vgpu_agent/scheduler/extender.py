@@ -443,7 +443,7 @@ class Extender:
                 self._events.fell_back(pod, choice.node, mode, choice.fallback)
             self._promise(pod, choice.holding, wanted)
             self._known_pods.promise(pod)  # the watch may not have shown it yet
-            self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
+            asyncio.get_running_loop().call_soon(self._after_placing, pod, choice.node)
             if self._events is not None:
                 self._events.matched(pod, choice.node)
         else:
@@ -451,6 +451,11 @@ class Extender:
             if self._events is not None:
                 self._events.fits_nowhere(pod, choice.reasons)
         return choice
+
+    def _after_placing(self, pod: Pod, node: str) -> None:
+        """Do what kube-scheduler need not wait for; the answer is sent before."""
+        self._journal.record("scheduler.placed", pod=pod.full_name, node=node)
+        self._book.prepare(node)
 
     def _refusal(self, pod: Pod, demand: Demand, choice: Choice, candidates: int) -> str:
         """Return why a pod fits on none of the candidates: the same text for each of them.

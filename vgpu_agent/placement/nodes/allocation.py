@@ -7,13 +7,13 @@ node (`placement.topology`).
 from __future__ import annotations
 
 import collections
-import sys
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from vgpu_agent.placement.mixing import OTHERS
-from vgpu_agent.placement.nodes.demand import PHYSICAL, VIRTUAL, total
+from vgpu_agent.placement.nodes.demand import PHYSICAL, VIRTUAL, most_of_a_container, total
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.placement.topology import (
     LINK,
@@ -236,45 +236,65 @@ def _refused_by_node(
         VIRTUAL if hardware.is_oversold else PHYSICAL
     ):
         return Refusal(Reason.NodeMemoryTypeMismatch)
-    # One pass over the cards, because each new state of a Node is compared with each demand.
-    free = wanted = free_slots = free_memory = free_cores = largest = strongest = 0
-    smallest = sys.maxsize
-    for number, (card, (slots, memory, cores)) in enumerate(
-        zip(hardware.cards, taken, strict=True)
-    ):
-        if card.blocked is not None:
-            continue
-        free += 1
-        wanted += number not in unwanted
-        # a call of `max` for each amount would take longer than the rest
-        if card.slots > slots:
-            free_slots += card.slots - slots
-        if card.memory_mib > memory:
-            free_memory += card.memory_mib - memory
-        if card.cores_percent > cores:
-            free_cores += card.cores_percent - cores
-        largest = max(largest, card.memory_mib)
-        smallest = min(smallest, card.memory_mib)
-        strongest = max(strongest, card.cores_percent)
-    most_memory, most_cores = (
-        max((each.memory_units or 0 for each in demand.containers), default=0)
-        * hardware.memory_factor,
-        max((each.cores_percent for each in demand.containers), default=0),
-    )
+    free = _free(hardware, tuple(taken))
+    wanted = free.cards - sum(hardware.cards[number].blocked is None for number in unwanted)
+    most = most_of_a_container(demand)
     # where cards differ, a request for a percentage of a card's memory counts as 0 MiB
     slots, memory, cores = total(
-        demand, hardware.memory_factor, largest if largest == smallest else 0
+        demand, hardware.memory_factor, free.largest_mib if free.are_alike else 0
     )
     checks = (
-        (demand.most_cards > free, Reason.InsufficientGPUCards),
-        (most_cores > strongest, Reason.InsufficientVGPUCore),
-        (most_memory > largest, Reason.InsufficientVGPUMemory),
-        (slots > free_slots, Reason.InsufficientGPUResources),
-        (cores > free_cores, Reason.InsufficientVGPUCore),
-        (memory > free_memory, Reason.InsufficientVGPUMemory),
-        (demand.most_cards > wanted, next(iter(unwanted.values()), Reason.DeviceTypeMismatch)),
+        (most.cards > free.cards, Reason.InsufficientGPUCards),
+        (most.cores_percent > free.strongest_percent, Reason.InsufficientVGPUCore),
+        (
+            most.memory_units * hardware.memory_factor > free.largest_mib,
+            Reason.InsufficientVGPUMemory,
+        ),
+        (slots > free.slots, Reason.InsufficientGPUResources),
+        (cores > free.cores_percent, Reason.InsufficientVGPUCore),
+        (memory > free.memory_mib, Reason.InsufficientVGPUMemory),
+        (most.cards > wanted, next(iter(unwanted.values()), Reason.DeviceTypeMismatch)),
     )
     return next((Refusal(reason) for fails, reason in checks if fails), None)
+
+
+class _Free(NamedTuple):
+    """What all cards of a Node that take containers have left together, and how large they are.
+
+    Attributes:
+        cards: their number.
+        slots: free slots.
+        memory_mib: free memory.
+        cores_percent: free compute.
+        largest_mib: the memory of the largest card, taken or not.
+        strongest_percent: the most compute that a card is offered with.
+        are_alike: all have the same memory.
+    """
+
+    cards: int
+    slots: int
+    memory_mib: int
+    cores_percent: int
+    largest_mib: int
+    strongest_percent: int
+    are_alike: bool
+
+
+@functools.lru_cache(maxsize=1024)  # each demand is compared with each new state of a Node
+def _free(hardware: Hardware, taken: tuple[Amounts, ...]) -> _Free:
+    number = slots = memory = cores = 0
+    sizes, strongest = set(), 0
+    for card, (used_slots, used_memory, used_cores) in zip(hardware.cards, taken, strict=True):
+        if card.blocked is not None:
+            continue
+        number += 1
+        slots += max(card.slots - used_slots, 0)
+        memory += max(card.memory_mib - used_memory, 0)
+        cores += max(card.cores_percent - used_cores, 0)
+        sizes.add(card.memory_mib)
+        strongest = max(strongest, card.cores_percent)
+    largest = max(sizes, default=0)
+    return _Free(number, slots, memory, cores, largest, strongest, are_alike=len(sizes) == 1)
 
 
 class _ContainerCards(NamedTuple):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.reasons import Reason
 
 
-class Card(msgspec.Struct, frozen=True):
+class Card(msgspec.Struct, frozen=True, cache_hash=True):
     """A card of a Node; its number is its place among the Node's cards.
 
     Attributes:
@@ -30,7 +30,7 @@ class Card(msgspec.Struct, frozen=True):
     numa: int | None
 
 
-class Hardware(msgspec.Struct, frozen=True):
+class Hardware(msgspec.Struct, frozen=True, cache_hash=True):
     """The part of a Node's description that does not change with pods, without UUIDs: Nodes of one
     kind have equal ones.
 

@@ -7,6 +7,7 @@ them (`book`).
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +17,7 @@ from vgpu_agent.pods import ContainerKind
 VIRTUAL, PHYSICAL = "virtual", "physical"
 
 
-class ContainerDemand(msgspec.Struct, frozen=True):
+class ContainerDemand(msgspec.Struct, frozen=True, cache_hash=True):
     """The demand of a container on each of its cards.
 
     Attributes:
@@ -44,7 +45,7 @@ class ContainerDemand(msgspec.Struct, frozen=True):
         return self.memory_units * memory_factor
 
 
-class Demand(msgspec.Struct, frozen=True):
+class Demand(msgspec.Struct, frozen=True, cache_hash=True):
     """The demand of a pod on its Node, without names: equal for all pods of a job.
 
     Attributes:
@@ -82,7 +83,7 @@ class Demand(msgspec.Struct, frozen=True):
     @property
     def most_cards(self) -> int:
         """The number of different cards of the container that asks for most."""
-        return max((each.number for each in self.containers), default=0)
+        return most_of_a_container(self).cards
 
 
 class PodDemand(msgspec.Struct, frozen=True):
@@ -90,6 +91,26 @@ class PodDemand(msgspec.Struct, frozen=True):
 
     demand: Demand
     names: tuple[str, ...]
+
+
+class MostOfAContainer(NamedTuple):
+    """The most that one container asks for, each from another container perhaps: cards, and on one
+    card percent of compute and units of memory; a percentage of the memory counts as 0 units.
+    """
+
+    cards: int
+    cores_percent: int
+    memory_units: int
+
+
+@functools.lru_cache(maxsize=1024)  # asked for each state of a Node
+def most_of_a_container(demand: Demand) -> MostOfAContainer:
+    """Return the most that a container of the pod asks for."""
+    return MostOfAContainer(
+        max((each.number for each in demand.containers), default=0),
+        max((each.cores_percent for each in demand.containers), default=0),
+        max((each.memory_units or 0 for each in demand.containers), default=0),
+    )
 
 
 @functools.lru_cache(maxsize=1024)  # asked for each state of a Node
