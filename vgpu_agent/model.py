@@ -36,7 +36,7 @@ class Remedy(enum.StrEnum):
 
     WAIT = "none"
     APPLICATION = "application"
-    ASK_DRIVER = "ask driver"
+    FOLLOW_DRIVER = "ask driver"  # do what it names as its recovery action
     RESTART = "restart pods"
     DRAIN_PEERS = "drain peers"
     LOOK_UP = "look up"
@@ -46,7 +46,7 @@ class Remedy(enum.StrEnum):
     RESET = "reset"
     RESET_LINKED = "reset linked"
     RESET_OR_REPLACE = "reset or replace"
-    DRIVER = "driver"
+    CHECK_DRIVER = "driver"  # see dmesg, and reboot if the driver does not answer soon
     REBOOT = "reboot"
     REBOOT_OR_REPLACE = "reboot or replace"
 
@@ -70,7 +70,7 @@ class Remedy(enum.StrEnum):
                 "look at the program that used the GPU at that time: its own error is the most "
                 "likely cause"
             ),
-            Remedy.ASK_DRIVER: (
+            Remedy.FOLLOW_DRIVER: (
                 f"do what the driver names: see GPU Recovery Action in nvidia-smi -q -i {gpu}, and "
                 "dmesg"
             ),
@@ -99,7 +99,7 @@ class Remedy(enum.StrEnum):
                 f"drain the GPU's pods and {reset}; if the driver reports it again, replace the "
                 "card, because it has no spare memory rows left"
             ),
-            Remedy.DRIVER: (
+            Remedy.CHECK_DRIVER: (
                 "see dmesg; if the driver does not answer within minutes, drain the node and "
                 "reboot it"
             ),

@@ -284,7 +284,7 @@ def test_a_hang_that_is_over_is_told_in_the_past() -> None:
     machine = _machine()
     machine.hung("nvmlX", 0)
     assert machine.health.reason == "the NVIDIA driver does not return from nvmlX"
-    assert (machine.health.answers, machine.health.remedy) == (False, Remedy.DRIVER)
+    assert (machine.health.answers, machine.health.remedy) == (False, Remedy.CHECK_DRIVER)
 
     assert machine.answering(42.4, 42)
 

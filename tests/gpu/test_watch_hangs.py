@@ -36,7 +36,7 @@ async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNo
         node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
         status = watched.watch.status
-        remedy = Remedy.DRIVER.sentence("")
+        remedy = Remedy.CHECK_DRIVER.sentence("")
         assert entry.facts == {
             "call": "nvmlDeviceGetTemperature",
             "gpu": node.uuids[1],
@@ -124,7 +124,7 @@ async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNod
         node.fault("nvmlEventSetWait", times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
         node.clear_faults()
-        remedy = Remedy.DRIVER.sentence("")
+        remedy = Remedy.CHECK_DRIVER.sentence("")
         assert entry.facts == {"call": "nvmlEventSetWait_v2", "gpu": "", "remedy": remedy}
         await watched.recorded("nvml.answering")
         assert all(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)

@@ -224,7 +224,7 @@ async def test_a_look_that_hangs_is_a_hang_like_any_other(node: SimulatedNode) -
             times=1,
         )
         entry = await watched.recorded("nvml.hung")
-        remedy = Remedy.DRIVER.sentence("")
+        remedy = Remedy.CHECK_DRIVER.sentence("")
         assert entry.facts == {
             "call": "nvmlDeviceGetMigMode",
             "gpu": node.uuids[2],

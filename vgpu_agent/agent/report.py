@@ -247,7 +247,7 @@ class Report:
                 ProblemKind.NVML,
                 subject="",
                 text=f"{nvml.call}{of_gpu} has not returned for {time.time() - nvml.since:.0f} s",
-                remedy=Remedy.DRIVER.sentence(nvml.gpu),
+                remedy=Remedy.CHECK_DRIVER.sentence(nvml.gpu),
             )
         # UNUSED: a Tegra GPU is used without NVML
         elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:

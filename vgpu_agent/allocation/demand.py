@@ -52,14 +52,17 @@ class Demand:
         Args:
             ledger: the ledger.
             named: the claims by annotation.
-            priority: the number that is subtracted from the order of each claim, so that it comes
-                before claims by annotation of the same age.
+            priority: the number that is subtracted from each pod's position in the order of binds,
+                so that its claims come before claims by annotation of pods that were bound about
+                then.
             now: unix seconds.
         """
         self._ledger, self._priority, self._now = ledger, priority, now
         self._offers = {
             offer.name: offer for offer in ledger.resources if offer.decided_by is Decider.IDS
         }
+        # without resources that are only there for schedulers and quotas to count: a container may
+        # name those beside any other
         self._families = {
             offer.name: offer.family
             for offer in ledger.resources
@@ -115,7 +118,8 @@ class Demand:
         for gpu, ids in chosen.items():
             left.free[gpu] -= ids
             self._taken[gpu] = family
-        # `bound` is the pod's position in the order of binds
+        # `bound` is the pod's position in the order of binds. `kubelet_uid` is the UID that grants
+        # and claims have; the API server has another one for static pods only.
         uid, order = pod.kubelet_uid, pod.bound - self._priority
         return [
             Claim(
@@ -169,7 +173,7 @@ def _needs(
     pod: Pod, offers: Mapping[str, Resource], family_of: Mapping[str, str]
 ) -> dict[str, int]:
     """Resource → number of ids: those of init containers go to the containers after them;
-    ``family_of`` has the family of each resource.
+    ``family_of`` has the family of each resource whose ids are granted.
     """
     needs = dict[str, int]()
     if any(

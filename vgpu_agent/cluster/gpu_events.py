@@ -192,7 +192,7 @@ class GpuEvents:
                 node,
                 HUNG,
                 f"the NVIDIA driver does not return from {status.call}{about}; "
-                f"{Remedy.DRIVER.sentence(status.gpu)}",
+                f"{Remedy.CHECK_DRIVER.sentence(status.gpu)}",
             )
         elif status.state is NvmlState.MISSING and not self._driver_missing:
             self._driver_missing = True

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FLAP_WINDOW_SECONDS = 3600.0
 MAX_QUIET_SECONDS = 3600.0
 
-# Causes of one illness that are kept. A card that fails has few, and this many fit into a page.
+# Causes of one illness that are kept. A card that fails has few, and status and page list them all.
 MAX_CAUSES = 8
 NOT_LISTED = "the driver no longer lists this GPU"
 
@@ -98,7 +98,7 @@ class RecoveryAction(enum.IntEnum):
             self.NODE_REBOOT: Remedy.REBOOT,
             self.SYSTEM_REBOOT: Remedy.REBOOT,
             self.DRAIN_P2P: Remedy.DRAIN_PEERS,
-        }.get(self, Remedy.ASK_DRIVER)
+        }.get(self, Remedy.FOLLOW_DRIVER)
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -154,7 +154,7 @@ class Probe(msgspec.Struct, frozen=True):
             return Trouble(
                 "lost" if lost else "reading",
                 self.trouble,
-                Remedy.REBOOT_OR_REPLACE if lost else Remedy.DRIVER,
+                Remedy.REBOOT_OR_REPLACE if lost else Remedy.CHECK_DRIVER,
                 f"an earlier reading failed: {self.trouble}",
                 Remedy.CHECK_SLOT if lost else Remedy.WAIT,
             )
@@ -212,7 +212,7 @@ class GpuHealth:
         self._causes: dict[tuple[str, str], Cause] = {}  # code and text of the trouble → cause
         self._last_probe = Probe()
         self._answers: bool | None = None
-        self._reading_trouble: Trouble | None = None  # of the last probe
+        self._probe_trouble: Trouble | None = None  # of the last probe
         self._hang: Trouble | None = None  # while it lasts
         self._demanded = False  # the driver has asked for something since the last error
         self._trouble_at = 0.0  # the time of the last trouble
@@ -261,7 +261,7 @@ class GpuHealth:
         self._hang = Trouble(
             "hang",
             f"the NVIDIA driver does not return from {call}",
-            Remedy.DRIVER,
+            Remedy.CHECK_DRIVER,
             f"the NVIDIA driver did not return from {call}",
         )
         return self._fail(self._hang, now)
@@ -282,13 +282,13 @@ class GpuHealth:
         """Take note of a probe; only a probe can bring an Unhealthy GPU back."""
         self._last_probe = probe
         self._answers = not probe.trouble
-        ended, self._reading_trouble = self._reading_trouble, probe.failure
-        if ended is not None and ended != self._reading_trouble:
+        ended, self._probe_trouble = self._probe_trouble, probe.failure
+        if ended is not None and ended != self._probe_trouble:
             self._end(ended)
         if probe.demand is not None:
             self._demanded = True
-        if self._reading_trouble is not None:
-            return self._fail(self._reading_trouble, now)
+        if self._probe_trouble is not None:
+            return self._fail(self._probe_trouble, now)
         if self._health.ok:
             return False
         if probe.obstacle:
@@ -310,13 +310,13 @@ class GpuHealth:
         key = (trouble.code, trouble.text)
         before = self._causes.get(key)
         cause = trouble.cause(before.since if before else self._wall())
-        is_reading = trouble is self._reading_trouble
-        if cause == before and not is_reading and not self._demanded:
+        is_from_probe = trouble is self._probe_trouble
+        if cause == before and not is_from_probe and not self._demanded:
             return False  # a storm of one error publishes nothing; the next probe moves the times
         self._causes[key] = cause
         while len(self._causes) > MAX_CAUSES:
             del self._causes[min(self._causes, key=self._rank)]
-        if not is_reading:
+        if not is_from_probe:
             self._demanded = False
             self._answers = None
         if not self._health.ok:
@@ -366,10 +366,10 @@ class GpuHealth:
 
     def _reason(self, worst: Cause) -> str:
         parts = [worst.text]
-        demand = self._last_probe.failure
-        if demand is not None and demand.code == _DEMAND:
-            parts += [demand.text] if demand.text != worst.text else []
-        elif self._last_probe.obstacle and demand is None:
+        failure = self._last_probe.failure
+        if failure is not None and failure.code == _DEMAND:
+            parts += [failure.text] if failure.text != worst.text else []
+        elif self._last_probe.obstacle and failure is None:
             parts.append(f"recovery waits for {self._last_probe.obstacle}")
         if not self.policy.automatic:
             parts.append(

@@ -336,7 +336,7 @@ class GpuWatch:
             if state is NvmlState.MISSING:
                 self._journal.record("nvml.missing", level="error", problem=problem)
             else:
-                remedy = Remedy.DRIVER.sentence("")
+                remedy = Remedy.CHECK_DRIVER.sentence("")
                 self._journal.record("nvml.failed", level="error", problem=problem, remedy=remedy)
         self._status.last_error = problem
         self._status.state = state
@@ -443,7 +443,7 @@ class GpuWatch:
             level="error",
             call=call.name,
             gpu=call.gpu,
-            remedy=Remedy.DRIVER.sentence(call.gpu),
+            remedy=Remedy.CHECK_DRIVER.sentence(call.gpu),
         )
         self._wake.set()
 

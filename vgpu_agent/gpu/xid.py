@@ -53,7 +53,7 @@ KNOWN = {
     119: ("the GPU's system processor timed out", Remedy.RESET),
     120: ("the GPU's system processor failed", Remedy.RESET),
     140: ("GPU memory lost bits that nobody could attribute", Remedy.RESET),
-    154: ("the driver asks for a recovery action", Remedy.ASK_DRIVER),
+    154: ("the driver asks for a recovery action", Remedy.FOLLOW_DRIVER),
 }
 
 

@@ -483,7 +483,7 @@ def _percent(cores_percent: int) -> str:
 def _conditions(demand: Demand, keys: KeyNames) -> Mapping[str, str]:
     found = {
         keys.topology_mode: "" if demand.topology_mode == NONE else demand.topology_mode,
-        keys.memory_policy: demand.memory_policy,
+        keys.memory_policy: demand.memory_policy,  # Nodes with or without oversold memory
         keys.include_types: ",".join(demand.include_types),
         keys.exclude_types: ",".join(demand.exclude_types),
         keys.include_uuids: ",".join(demand.include_uuids),
@@ -528,6 +528,7 @@ def _rows(
     )
     for group in groups:
         view = group.views[0]
+        # without the cards that the pod's types and UUIDs rule out
         left = shortage.rooms(view, view.unwanted(demand))
         code, reason = _code(group.refusal.reason if group.refusal else None)
         key = code, reason, view.unfit.note if view.unfit else "", frozenset(group.cards)

@@ -61,10 +61,11 @@ def live(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
 
 def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
     """Answer ``/readyz``, which fails while the agent starts or stops, the driver does not answer,
-    nothing is offered, or a resource is withheld or not registered with an open stream.
+    nothing is offered, or a configured resource is not: it is held back for a reason that is named
+    (such as a CDI spec that cannot be written), or not registered with an open stream.
     """
     checks = (*_node_checks(status), *_api_checks(status, now), *_loop_checks(status, now))
-    reasons = problems.merged(status.not_ready)
+    reasons = problems.merged(status.not_ready)  # problems of one kind become one, as in `known`
     others = tuple(each for each in problems.known(status, now) if each not in reasons)
     return _verdict("ready", reasons, others, checks, verbose=verbose)
 
