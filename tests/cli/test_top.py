@@ -63,7 +63,7 @@ def test_given_is_the_sum_of_the_limits_beside_what_is_used() -> None:
     """Two shares of one pod; the row of the GPU has both figures for memory and compute."""
     share = {"memory_mib": 8000, "cores_percent": 20}
     shown = lines(node(share, share))
-    assert shown[0] == "node node-a · ready · 1 GPUs · 1 shares"
+    assert shown[0] == "node node-a · ready · 1 GPUs · 2 shares"
     assert " ".join(shown[3].split()) == (
         "0 A100 Healthy 41 C 120 W 10000/40000 MiB 16000 MiB 25 % 40 % 2/4"
     )

@@ -93,7 +93,7 @@ class _Share(msgspec.Struct):
 class _Grant(msgspec.Struct):
     container: str = ""
     resource: str = ""
-    limit: str = ""
+    limit: str = ""  # the state of its limits, a value of `LimitState`
     shares: tuple[_Share, ...] = ()
 
 
@@ -231,7 +231,7 @@ def _headline(node: Node) -> str:
         f"node {node.node}",
         "ready" if node.ready else "NOT READY",
         f"{len(node.gpus)} GPUs",
-        f"{sum(len(pod.grants) for pod in node.pods)} shares",
+        f"{sum(len(grant.shares) for pod in node.pods for grant in pod.grants)} shares",
     ]
     if node.driver_version:
         parts.append(f"driver {node.driver_version}")

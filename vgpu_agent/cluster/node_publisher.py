@@ -124,7 +124,7 @@ class NodePublisher:
             wake,
         )
         self._clock, self._look_seconds = clock, look_seconds
-        self._failure_log = FailureLog(journal, "node")  # begins its names in the journal
+        self._failure_log = FailureLog(journal, "node")  # the prefix of its events in the journal
         self._journal = journal
         self._write_history = WriteHistory()
         self._backoffs = {
@@ -138,7 +138,7 @@ class NodePublisher:
         # a newer one.
         self._outdated = ("", 0.0)
         self._removed: frozenset[str] = frozenset()  # the keys that we removed from that version
-        # by entry, of the reasons why its write waits
+        # entry → the reason why its write waits, which is logged when it changes
         self._changes = ChangeFilter(again_seconds=_LOG_AGAIN_SECONDS)
         self._conflicts = 0
         self._pending_since: float | None = None
@@ -156,7 +156,7 @@ class NodePublisher:
             beat()
             versions = Versions(self._node, self._wake)  # taken first, so that no change is missed
             pause = await self.publish_once()
-            await versions.passed(timeout_seconds=pause)
+            await versions.passed(timeout_seconds=pause)  # until one of them has a newer version
             await asyncio.sleep(_COALESCING_SECONDS)
 
     async def publish_all(self) -> None:
@@ -454,6 +454,7 @@ class NodePublisher:
             self._failure_log.recovered(entry.name)
             # A guarded annotation, or one with a least time between writes, is also written by a
             # scheduler for reasons of its own.
+            # For so long it may be the kubelet that writes the entry.
             patience = (
                 _KUBELET_FORGETS_SECONDS
                 if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}

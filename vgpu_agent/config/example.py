@@ -103,6 +103,7 @@ def _other_sources(path: str) -> str:
 
 
 def _has_required_list(section: schema.Struct) -> bool:
+    """Tell whether the section has a list that must not be empty; the section can be left out."""
     return any(key.can_be_omitted_with for key in schema.keys(section).values())
 
 

@@ -232,6 +232,7 @@ class Reading:
             if name not in known:
                 if self._plugin_keys is None and self._report_removed(node, prefix + name):
                     continue
+                # beyond the number that is shown, problems are only counted
                 advice = (
                     "" if self._problems.only_counts_more else f", {_advice(name, known, prefix)}"
                 )
@@ -336,7 +337,7 @@ class Reading:
             for index, item in enumerate(node.value)
         ]
         if key.find_contradicted is not None:
-            self._refuse_repeated(path, node.value, found, key.find_contradicted)
+            self._refuse_contradictions(path, node.value, found, key.find_contradicted)
         return [item for item in found if all(name in item for name in needed)]
 
     def _read_item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
@@ -358,13 +359,13 @@ class Reading:
         self._complete_names(items, node.value, found, path)
         return found
 
-    def _refuse_repeated(
+    def _refuse_contradictions(
         self,
         path: str,
         nodes: list[yaml.Node],
         found: list[dict[str, Any]],
         find_contradicted: Callable[
-            [Mapping[str, Any], Sequence[Mapping[str, Any]]], schema.Repeated | None
+            [Mapping[str, Any], Sequence[Mapping[str, Any]]], schema.Contradicted | None
         ],
     ) -> None:
         """Report each item of the list at ``path`` that contradicts an earlier one.
@@ -373,7 +374,8 @@ class Reading:
             path: the dotted path of the list.
             nodes: the items in the file.
             found: the accepted keys of the same items.
-            find_contradicted: see `schema.Key.find_contradicted`.
+            find_contradicted: returns the earlier item that an item contradicts, such as one of the
+                same name.
         """
         lines = [_line_of(node, "name") for node in nodes]
         for index, entry in enumerate(found):

@@ -38,7 +38,7 @@ class NotAcceptedError(ValueError):
     """
 
 
-class Repeated(NamedTuple):
+class Contradicted(NamedTuple):
     """The earlier item of a list that an item contradicts.
 
     Attributes:
@@ -84,7 +84,7 @@ class Key(msgspec.Struct, frozen=True):
     complete_name: Callable[[str], tuple[str, str]] | None
     can_be_omitted_with: str
     find_contradicted: (
-        Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], Repeated | None] | None
+        Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], Contradicted | None] | None
     )
     example: Any
 

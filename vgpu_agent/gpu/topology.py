@@ -30,7 +30,7 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
     troubles: list[str] = []
     ends: dict[str, NvLinks] = {}
     addresses = {gpu.uuid: gpu.pci_bus_id for gpu, _ in cards}
-    known = frozenset(addresses.values())
+    known = frozenset(addresses.values())  # any other end of a link may be a switch
     for gpu, handle in cards:
         try:
             ends[gpu.uuid] = nvml.nvlinks(handle, known)

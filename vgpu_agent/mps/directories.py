@@ -126,7 +126,8 @@ def unmark(directory: str, name: str) -> None:
 
 
 def remember(plan: DaemonPlan) -> None:
-    """Write down the GPUs that a daemon is about to have, for a later agent without this daemon.
+    """Write down the GPUs that a daemon is about to have, for a restarted agent whose settings no
+    longer have this daemon: it has to set the GPUs' compute mode back.
 
     Raises:
         MpsError: it cannot be written.
@@ -161,7 +162,9 @@ def remembered(root: str) -> list[DaemonPlan]:
 
 
 def forget(plan: DaemonPlan) -> None:
-    """Take away what `remember` has written: its daemon has ended and its GPUs are given back."""
+    """Take away what `remember` has written: its daemon has ended, and its GPUs have their default
+    compute mode again.
+    """
     unmark(plan.directory, _PLAN)
 
 

@@ -41,9 +41,10 @@ class IdRequest(msgspec.Struct, frozen=True):
         totals: how many ids each device has, held or not; of equally good devices, those that come
             first are taken.
         links: how close each pair of GPUs is.
-        ranks: device → its rank in `mixing`, the lowest first: `OWN` where the GPU serves the
-            family already or is offered to no other, `OTHERS` where another family has it or waits
-            for it; a device that is missing has `OWN`.
+        ranks: device → its rank in `mixing`, of which the lowest is the best: `OWN` where the GPU
+            serves the family already or is offered to no other, `FREE` where no family has it and
+            others could use it, `OTHERS` where another family has it or waits for it; a device
+            that is missing has `OWN`.
     """
 
     available: Sequence[str]

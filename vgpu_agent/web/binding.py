@@ -31,9 +31,17 @@ class FamilyView(msgspec.Struct, frozen=True):
 
 
 class BindingView(msgspec.Struct, frozen=True):
-    """The binding of this node's grants: ``mode`` is ``late``, ``early``, or empty while it is not
-    known. ``by_annotation``: the CDI name of a grant reaches the runtime as an annotation.
-    The counts are explained at `BindingStatus`.
+    """The binding of this node's grants.
+
+    Attributes:
+        mode: ``late``, ``early``, or empty while it is not known.
+        by_annotation: the CDI name of a grant reaches the runtime as an annotation.
+        reason: of this mode.
+        families: those that are on.
+        ambiguities: starts refused because the kubelet's records name several holders of the ids.
+        wrong_guesses: starts refused because the answer to Allocate was meant for another pod.
+        exchanges: pods with equal shares that got each other's answers, whose grants were
+            exchanged.
     """
 
     mode: str = ""
@@ -71,7 +79,9 @@ class RefusalView(msgspec.Struct, frozen=True):
 
 
 def binding_view(status: BindingStatus, now: float) -> BindingView:
-    """Show how grants are bound."""
+    """Show how grants are bound. (`view` takes the fields that are not given here from the
+    attributes of the same name.)
+    """
     mode = status.mode
     families = tuple(
         view(

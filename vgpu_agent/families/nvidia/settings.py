@@ -20,7 +20,7 @@ from vgpu_agent.config.documents import NamedDocuments, PluginDocument
 from vgpu_agent.config.families import FamilySettings, OfferedName, Spreading
 from vgpu_agent.config.options import Option
 from vgpu_agent.config.problems import shown
-from vgpu_agent.config.schema import Repeated
+from vgpu_agent.config.schema import Contradicted
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.nvidia import iktos
 from vgpu_agent.families.nvidia.named import NamedConfig, choose
@@ -72,7 +72,9 @@ Devices = (
 )
 
 
-def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Repeated | None:
+def shared_twice(
+    entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]
+) -> Contradicted | None:
     """Find the entry before ``entry`` that shares the same devices. Two entries may have the same
     resource only if both list their devices.
     """
@@ -81,7 +83,7 @@ def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]])
             continue
         devices, others = entry.get("devices", "all"), other.get("devices", "all")
         if not isinstance(devices, tuple) or not isinstance(others, tuple):
-            return Repeated(
+            return Contradicted(
                 position=index,
                 key="name",
                 text=(
@@ -89,7 +91,7 @@ def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]])
                 ),
             )
         if both := [word for word in devices if word in others]:
-            return Repeated(
+            return Contradicted(
                 position=index,
                 key="devices",
                 text=(
