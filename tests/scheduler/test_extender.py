@@ -365,6 +365,35 @@ async def test_cards_of_a_pod_that_is_never_bound_are_given_back() -> None:
     assert "no cards are kept" in await _bind_known(cluster, a_pod("a", **WHOLE))
 
 
+@pytest.mark.looptime
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90s", 90),
+        (" 1m30s ", 90),
+        ("2s", 2),
+        # what nobody could mean leaves it to the operator, and no tenant keeps cards for hours
+        ("0.5s", GRACE_SECONDS),
+        ("-2m", GRACE_SECONDS),
+        ("for ever", GRACE_SECONDS),
+        ("9h", 300),
+    ],
+)
+async def test_a_pod_says_how_long_its_cards_are_kept(text: str, seconds: float) -> None:
+    """vgpu-manager §4.1: its annotation overrides the extender's flag."""
+    cluster, pod = Cluster(1), a_pod("a", **WHOLE)
+    pod["metadata"]["annotations"] = {KEYS.stuck_grace: text}
+    cluster.filter(pod)
+    await asyncio.sleep(seconds - 0.5)
+    assert cluster.filter(pod)["NodeNames"] == ["n0"]  # begins the time anew
+    await asyncio.sleep(seconds - 0.5)
+    cluster.extender.expire_promises()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == []
+    await asyncio.sleep(1)
+    cluster.extender.expire_promises()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]
+
+
 async def _bind_known(cluster: Cluster, pod: dict[str, Any]) -> str:
     cluster.server.pods[f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"] = pod
     return await cluster.bind(pod, "n0")

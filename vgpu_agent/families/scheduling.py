@@ -134,6 +134,12 @@ class SchedulingFamily(Protocol):
         """
         ...
 
+    def grace_seconds(self, pod: Pod) -> float | None:
+        """Return how long cards are to be kept for the pod until it is bound, by its own
+        annotation; None if it leaves that to the operator.
+        """
+        ...
+
     def read_holding(self, pod: Pod) -> Holding | None:
         """Return the cards that a pod holds by its annotations; None if there are none.
 

@@ -91,6 +91,8 @@ class _Promise(msgspec.Struct):
         pod: as it was when it was filtered.
         holding: its cards.
         wanted: its demand.
+        grace_seconds: how long the cards are kept from the last filter call on, and then between
+            two questions to the API server.
         until: when the promise ends (the loop's time).
         binding: the pod is being bound, or the result of a bind is unknown. Then only the watch of
             pods, or an answer of the API server about the pod, ends the promise.
@@ -101,6 +103,7 @@ class _Promise(msgspec.Struct):
     pod: Pod
     holding: Holding
     wanted: PodDemand
+    grace_seconds: float
     until: float
     binding: bool = False
     under_way: bool = False
@@ -172,7 +175,8 @@ class Extender:
             read_pod: decodes a pod; it raises `ClusterError`.
             api: the API server.
             journal: records what is done.
-            grace_seconds: how long cards are kept for a pod that is not bound.
+            grace_seconds: how long cards are kept for a pod that is not bound, unless the pod's
+                annotation says how long.
             clock: unix seconds.
             metrics: counts what is done.
             events: writes events about pods; None writes none.
@@ -286,7 +290,7 @@ class Extender:
             now = asyncio.get_running_loop().time()
             if promise.until > now or not promise.binding or promise.under_way:
                 continue
-            promise.until, promise.under_way = now + self._grace_seconds, True
+            promise.until, promise.under_way = now + promise.grace_seconds, True
             beat()
             try:
                 found = await self._look_up(promise.pod)
@@ -420,7 +424,7 @@ class Extender:
             return None
         node = promise.holding.node
         if node in candidates and promise.wanted == wanted and self._book.can_keep(pod.uid):
-            promise.until = asyncio.get_running_loop().time() + self._grace_seconds
+            promise.until = asyncio.get_running_loop().time() + promise.grace_seconds
             return Choice(node=node, holding=promise.holding, reasons={})
         if promise.binding:
             raise RequestRefusedError(
@@ -490,8 +494,9 @@ class Extender:
         return f"{_joined(reasons)}, and other nodes may have room (try {tries})"
 
     def _promise(self, pod: Pod, holding: Holding, wanted: PodDemand) -> None:
-        until = asyncio.get_running_loop().time() + self._grace_seconds
-        self._promises[pod.uid] = _Promise(pod, holding, wanted, until)
+        grace_seconds = self._family.grace_seconds(pod) or self._grace_seconds
+        until = asyncio.get_running_loop().time() + grace_seconds
+        self._promises[pod.uid] = _Promise(pod, holding, wanted, grace_seconds, until)
         self._book.hold(pod.uid, holding)
 
     def _end_promise(self, uid: str) -> None:
@@ -538,7 +543,7 @@ class Extender:
                 raise
         finally:
             promise.under_way = False
-            promise.until = asyncio.get_running_loop().time() + self._grace_seconds
+            promise.until = asyncio.get_running_loop().time() + promise.grace_seconds
         self._journal.record("scheduler.bound", pod=promise.pod.full_name, node=arguments.node)
         if self._events is not None:
             self._events.bound(promise.pod, promise.holding, numbers)

@@ -188,6 +188,7 @@ class Keys(msgspec.Struct, frozen=True):
             self.memory_policy,
             self.topology_mode,
             self.cross_pod,
+            self.stuck_grace,
             self.include_uuid,
             self.exclude_uuid,
             self.include_type,

@@ -172,6 +172,10 @@ class VolcanoScheduling:
         """See `SchedulingFamily`; Volcano's pods have no annotation with a policy."""
         return ()
 
+    def grace_seconds(self, _pod: Pod) -> float | None:
+        """See `SchedulingFamily`; Volcano's pods have no annotation for it."""
+        return None
+
     def read_holding(self, pod: Pod) -> Holding | None:
         """See `SchedulingFamily`. Only the annotation `DECISION` counts, which schedulers write
         once, and only of bound pods (volcano-vgpu §8). It counts up to as many segments (the parts

@@ -11,7 +11,7 @@ from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.admission import AdmissionOptions, LargestNode
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.families.vgpu_manager.admission.family import build
-from vgpu_agent.families.vgpu_manager.admission.policies import seconds_of
+from vgpu_agent.families.vgpu_manager.grace import seconds_of
 
 
 def test_one_family_has_rules_for_new_pods() -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from vgpu_agent.config.suggestions import nearest
 from vgpu_agent.errors import listed, quoted
+from vgpu_agent.families.vgpu_manager.grace import LEAST_GRACE_SECONDS, seconds_of
 from vgpu_agent.isolation.vgpu_control import ComputePolicy
 from vgpu_agent.placement.nodes.demand import PHYSICAL, VIRTUAL
 from vgpu_agent.placement.topology import MODES, NONE, POLICIES
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
 
 _SHOWN = 40  # characters of a wrong word
 _SWITCH = ("true", "false")
-# Go's time.ParseDuration; a minus is left out, since no duration here may be negative
-_PART = re.compile(r"(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<unit>ns|us|µs|μs|ms|s|m|h)")
-_MOST_SECONDS = 2**63 // 10**9  # Go counts nanoseconds in 64 bits
-_UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 0.001, "s": 1.0}
-_UNIT_SECONDS |= {"m": 60.0, "h": 3600.0}
-_LONGEST_DURATION = 64
-_LEAST_GRACE_SECONDS = 1.0
 _UUID = re.compile(r"gpu-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 
@@ -81,7 +75,7 @@ def rules(keys: Keys) -> Mapping[str, Rule]:
         # the time for which cards are kept for the pod before it is bound
         keys.stuck_grace: Rule(
             (),
-            lambda text: seconds_of(text) >= _LEAST_GRACE_SECONDS,
+            lambda text: seconds_of(text) >= LEAST_GRACE_SECONDS,
             "a time of at least 1s, such as 30s or 2m",
             any_case=False,
         ),
@@ -91,20 +85,6 @@ def rules(keys: Keys) -> Mapping[str, Rule]:
 def is_true(text: str) -> bool:
     """Tell whether a switch is on."""
     return text.strip().lower() == _SWITCH[0]
-
-
-def seconds_of(duration: str) -> float:
-    """Return the seconds in a duration as Go reads it (``1m30s``); -1 where it is none."""
-    seconds = 0.0
-    begin = place = int(duration.startswith("+"))
-    while place < len(duration) <= _LONGEST_DURATION:
-        found = _PART.match(duration, place)
-        if found is None:
-            return -1.0
-        seconds += float(found["number"]) * _UNIT_SECONDS[found["unit"]]
-        place = found.end()
-    is_whole = begin < place == len(duration)
-    return seconds if is_whole and seconds <= _MOST_SECONDS else -1.0
 
 
 def contradictions(demand: Demand, keys: Keys) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.families.scheduling import DEFAULTS, KeyNames
 from vgpu_agent.families.vgpu_manager.claims import ContainerClaim, DeviceClaim, write_claims
+from vgpu_agent.families.vgpu_manager.grace import grace_seconds
 from vgpu_agent.families.vgpu_manager.pod_state import ALLOCATING, node_label
 from vgpu_agent.families.vgpu_manager.scheduling.demand import misspelt, read_demand
 from vgpu_agent.families.vgpu_manager.scheduling.holdings import holding_of
@@ -83,6 +84,10 @@ class VgpuManagerScheduling:
     def misspelt(self, pod: Pod) -> Sequence[str]:
         """See `SchedulingFamily`."""
         return misspelt(pod, self._keys)
+
+    def grace_seconds(self, pod: Pod) -> float | None:
+        """See `SchedulingFamily`."""
+        return grace_seconds(pod, self._keys)
 
     def read_holding(self, pod: Pod) -> Holding | None:
         """See `SchedulingFamily`."""
