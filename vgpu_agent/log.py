@@ -46,7 +46,8 @@ _QUIET_LIBRARIES = {
 }
 
 _WINDOW_SECONDS = 60.0
-# Enough for 110 pods that start, stop or are adopted at once, with several useful lines each.
+# Enough for 110 pods that start, stop or are found by a restarted agent at once, with several
+# useful lines each.
 _MAX_OF_AN_EVENT = 600
 _MAX_OF_A_LIBRARY = 20
 # Events that any client of a socket can cause as often as it likes.

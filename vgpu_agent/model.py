@@ -143,7 +143,7 @@ class Health(msgspec.Struct, frozen=True):
             there are many.
         remedy: what helps, by the worst cause and by what the driver asks for; None when ``ok``.
         answers: the device answered the last reading; None when there was none since the last
-            error that is new.
+            error that is no mere repetition.
         offered_at: unix seconds from which it is offered again if nothing else happens; 0 where
             more than time is missing.
     """
@@ -358,8 +358,8 @@ class Resource(msgspec.Struct, frozen=True):
     Attributes:
         name: ``nvidia.com/gpu``.
         family: the family whose vocabulary it belongs to, e.g. ``nvidia``.
-        ids: in the order in which kubelet sees them; deterministic. `NumberedIds` where there are
-            tens of thousands.
+        ids: in the order in which kubelet sees them; deterministic. `NumberedIds`, which has one
+            block for each device, where there are tens of thousands.
         holders_per_device: how many ids of one device may be held at once (replicas); where the pod
             decides, how many containers.
         holders: the same by device, where devices differ; ``holders_per_device`` is then the
@@ -414,10 +414,11 @@ class Share(msgspec.Struct, frozen=True):
 class GrantState(enum.StrEnum):
     """The life of a grant, in order (docs/architecture.md, "The ledger")."""
 
+    # booked; the kubelet's records do not name the container yet, or its pod is still to decide
     RESERVED = "reserved"
-    GRANTED = "granted"
+    GRANTED = "granted"  # they name it, in one of two places only or as another than was guessed
     IDENTIFIED = "identified"  # the owner is known; says nothing about a limit
-    RELEASED = "released"
+    RELEASED = "released"  # removed from the ledger; seen in events only
 
 
 class Owner(msgspec.Struct, frozen=True):

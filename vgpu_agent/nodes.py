@@ -52,7 +52,7 @@ class SentCounts(msgspec.Struct, frozen=True):
         listed: all ids.
         healthy: the Healthy ids.
         offered: the ids for schedulers: ``healthy`` without the ids that the kubelet keeps a moment
-            longer than schedulers.
+            longer than schedulers, for pods that were bound by an earlier count.
     """
 
     listed: int

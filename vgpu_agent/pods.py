@@ -104,7 +104,8 @@ class PodKeys(NamedTuple):
         annotations: keys, the most important of each family first. If a pod has more text than is
             kept, the values of the last keys are cut.
         labels: keys.
-        resource_prefixes: the beginnings of the names of resources, as they are without renaming.
+        resource_prefixes: the beginnings of the names of resources, as they are where no setting
+            renames them; these resources are kept first where a pod has very many.
     """
 
     annotations: tuple[str, ...]

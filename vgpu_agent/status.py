@@ -82,8 +82,8 @@ class PluginStatus(msgspec.Struct):
     allocations_refused: int = 0
     allocate_seconds_last: float = 0.0
     allocate_seconds_sum: float = 0.0
-    preferred_calls: int = 0
-    pre_starts: int = 0
+    preferred_calls: int = 0  # of GetPreferredAllocation
+    pre_starts: int = 0  # calls of PreStartContainer
     pre_starts_refused: int = 0
     pre_start_seconds_sum: float = 0.0
     last_error: str = ""
@@ -289,8 +289,10 @@ class MpsStatus(msgspec.Struct):
         memory_limit_mib: GPU → how much of its memory one client may use.
         clients: the process ids of its clients at the last query.
         clients_lost: how many clients ended together with a failed daemon since the agent started.
-        in_use_by_others: GPUs in use by another resource now and therefore not in exclusive mode.
-        not_given_back: why a GPU that the daemon had may still be exclusive; empty when none is.
+        in_use_by_others: GPUs in use by another resource now and therefore not in exclusive mode,
+            the compute mode in which only the daemon's clients can use a GPU.
+        not_given_back: why a GPU that the daemon had may still be in exclusive mode; empty when
+            none is.
     """
 
     resource: str

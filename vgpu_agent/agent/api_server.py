@@ -418,6 +418,7 @@ class ClusterAccess:
             # pods whose resource is among these are left to `Rescue`
             rescued=lambda resource: resource in self._rescued(family_names()),
         )
+        # writes the healthy counts of our resources into the Node before the kubelet does
         self.allocatable = AllocatableWriter(
             self.client,
             settings.node_name_or_hostname,

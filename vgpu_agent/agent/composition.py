@@ -193,6 +193,7 @@ class Agent:
         )
         self._refusals = Refusals()
         self._notices = Notices()  # messages to the owners of pods
+        # starts on a GPU of which a scheduler has assigned more than there is
         self._overcommits = Overcommits(self._notices)
         self._pod_resources = PodResources(
             kubelet_settings.pod_resources_socket, timeout_seconds=pod_resources.TIMEOUT_SECONDS
@@ -277,9 +278,10 @@ class Agent:
             directory=self._kubelet_directory,
             supervisor=self._supervisor,
             journal=self._journal,
+            # when a resource that only waits for something is reported as an error
             error_after_seconds=concurrency.STUCK_SECONDS,
         )
-        # a gate is asked before a resource is served, and may withhold it
+        # a gate is asked before a resource is served, and may say why it must not be offered now
         self._offering.gates.append(self._cdi.withheld)
         self._mps = MpsController(
             settings,
@@ -417,6 +419,7 @@ class Agent:
             mps=lambda: self._mps.statuses,
             share_seconds=lambda: self._share_seconds.sums,
         )
+        # `reviews`: asks the API server whether the owner of a token may scrape metrics
         self.web = LateWeb(self._report.status, settings, reviews=self._cluster.may_get)
         self._succession = Succession(
             settings.state_directory, kubelet_settings.device_plugin_directory, self._journal
@@ -503,7 +506,8 @@ class Agent:
         await self._take_over()
         await self._share_seconds.load()
         self._serves_node = True
-        await self._grant_keeping.restore()
+        await self._grant_keeping.restore()  # specs and files that are missing, as after a reboot
+        # specs whose ids the kubelet has given to another container meanwhile
         await self._grant_keeping.withdraw_foreign_specs()
         self._allocator.ready.set()  # without it, the kubelet's calls wait
         self._cluster.start_writers(
@@ -515,10 +519,12 @@ class Agent:
             pods_are_starting=self._starting_pods.any_starting,
             offered_names=self._offered_names,
             family_names=lambda: {each.name: each.family for each in self._ledger.resources},
+            # the numbers of ids in the kubelet's lists; none while one family has all GPUs
             counts_sent=lambda: self._offering.counts_sent_while_shared,
             lists_sent=self._offering.lists_sent,
-            # advances with each withdrawal
+            # advances with each withdrawal of ids, which then are no longer for schedulers
             withdrawn=self._ledger.withdrawn,
+            # until then the kubelet keeps withdrawn ids, for pods that are bound already
             on_counts_written=self._ledger.note_written_counts,
             gpus=GpuFacts(
                 self._gpu_watch.inventory,
@@ -601,6 +607,7 @@ class Agent:
                         "use of controlled containers", self._controlled_uses.run
                     )
                 self._supervisor.start("region sizes", self._region_guard.run)
+                # records containers whose limit is not in force
                 self._supervisor.start(
                     "limits",
                     LimitsWatch(

@@ -121,6 +121,7 @@ class NamedConfiguration:
             if before is not None and (not before.key or before.key in keys):
                 self._take(Choice(before.key, reason="in force before the agent was restarted"))
             else:
+                # the choice for a Node without the label
                 self._take(
                     msgspec.structs.replace(self._named_documents.choose("", keys), problem="")
                 )

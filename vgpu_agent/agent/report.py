@@ -144,7 +144,7 @@ class Report:
             },
             config_problems=self.reload.problems,
             config_needs_restart=self.reload.needs_restart,
-            config_collisions=self.reload.loaded.collisions,
+            config_collisions=self.reload.loaded.collisions,  # of families that are switched on
             config_named=named_configuration.report if named_configuration else {},
             not_ready=tuple(self._not_ready()),
             not_alive=tuple(self._not_alive()),
@@ -159,17 +159,22 @@ class Report:
                 for name, decided_by_pod in families.switched_on
             ),
             refusals=self.refusals.current,
+            # starts refused because the kubelet's records name several holders of the ids
             ambiguities=allocator.late_start.ambiguities,
+            # answers to Allocate that were meant for another pod: starts refused for that reason,
+            # and answers exchanged between two pods with equal shares
             wrong_guesses=allocator.early.wrong_guesses,
             exchanges=allocator.early.exchanges,
             overcommitted_starts=self.overcommits.total,
+            # the families' settings, with the files of replaced plugins; which file set which
             in_force=families.in_force,
             origins=families.origins,
-            limits=families.limits,
-            file_problems=families.problems,
+            limits=families.limits,  # what each family's library limits in containers
+            file_problems=families.problems,  # of the configuration files of replaced plugins
             cautions=(*families.cautions, *self.offering.cautions.values()),
+            # directories of ended containers that cannot be removed, and why
             left_over=dict(self.grants.left_over),
-            regions_cut=self.regions.cuts,
+            regions_cut=self.regions.cuts,  # how often one that had grown was truncated
         )
 
     def _family(self, name: str, *, decided_by_pod: bool) -> FamilyStatus:
@@ -223,7 +228,8 @@ class Report:
                     if resource.decided_by is Decider.IDS
                 },
                 overcommitted=ledger.overcommitted,
-                uses=ledger.uses,
+                uses=ledger.uses,  # which family each GPU serves, and which pods wait for it
+                # ids that are not granted now, e.g. because their GPU serves another family
                 held_back={
                     resource.name: held_back
                     for resource in ledger.resources
@@ -256,6 +262,7 @@ class Report:
                 subject="",
                 text=nvml.last_error or f"the driver is {nvml.state.value}",
             )
+        # withheld: not offered although it is configured, e.g. because its list of ids is too long
         for resource, reason in self.offering.withheld.items():
             yield Problem(ProblemKind.RESOURCE, subject=resource, text=reason)
         plugins = self.offering.statuses

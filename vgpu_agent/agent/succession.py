@@ -3,9 +3,10 @@
 In a rolling update the new agent starts beside the old one (``maxSurge``). It reads GPUs, pods
 and the kubelet's records first. Then it asks the old one, over a socket in ``stateDirectory``, to
 let go. The old one ends its streams in a way that the kubelet does not notice
-(`DevicePlugin.unlink`), and goes on answering. The new one registers, and says so. Now the old one
-stops, and the new one reads what has changed meanwhile. So there are healthy ids all the time, and
-each call is answered by one of the two.
+(`DevicePlugin.unlink`: a registration that fails makes the kubelet forget the plugin's connection),
+and goes on answering. The new one registers, and says so. Now the old one stops, and the new one
+reads what has changed meanwhile. So there are healthy ids all the time, and each call is answered
+by one of the two.
 
 Where the streams cannot be ended in that way, the new one registers as soon as the last of them has
 ended. Then the kubelet has no healthy ids for as long as a registration takes. Registering earlier
@@ -54,9 +55,9 @@ _logger = log.get(__name__)
 
 SOCKET = "succession.sock"
 _PROTOCOL = 1
-# Before it answers, an agent lets registrations fail and ends streams (12 s with a kubelet that
-# hangs), writes its records (10 s on a disk that hangs), answers the calls under way or ends them
-# (6 s) and ends its MPS daemons (10 s).
+# Before it answers, an agent makes registrations that fail on purpose (see above) and ends
+# streams (12 s with a kubelet that hangs), writes its records (10 s on a disk that hangs), answers
+# the calls under way or ends them (6 s) and ends its MPS daemons (10 s).
 ANSWER_SECONDS = 45.0
 _LOCK_PAUSE_SECONDS = 0.2
 # A request that does not come at once is none of ours.

@@ -307,7 +307,8 @@ class Allocator:
             may_release: False while the kubelet is still finding its pods again after a restart.
             has_ended: tells whether the pod of a grant has ended according to the API server.
             ended_only: release nothing but grants of ended pods.
-            kept_grants: numbers of grants that stay although the records do not show them.
+            kept_grants: numbers of grants that stay although the records do not show them, because
+                the kubelet has just started and may not list all of its pods yet.
 
         Returns:
             The corrections that were drift: the ledger had been wrong.
@@ -325,6 +326,7 @@ class Allocator:
             newest=newest_grant,
             initial=initial,
             may_release=may_release,
+            # hidden: it runs, but the records lack it, such as an init container
             still_runs=lambda grant: (
                 grant.number in kept_grants or self._interpretation.may_be_hidden(grant)
             ),

@@ -34,6 +34,7 @@ class IdAllocator:
         # is not recommended.
         usable = {entry.id.id for entry in self._ledger.listing(offered.name) if entry.healthy}
         healthy = [id_ for id_ in available if id_ in usable]
+        # GPUs that other families are offered or have, to be taken last, and those of this family
         other_families = neighbours_of(self._ledger, offered.family, self._ledger.grants)
         try:
             return self._family(offered).prefer(

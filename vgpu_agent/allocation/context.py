@@ -159,9 +159,10 @@ class Context(msgspec.Struct):
     ) -> GrantRecord:
         """Return the record of a decision that is made now, for the carrier.
 
-        Its time is later than that of every other record, because the order of the records shows
-        which containers of a pod have ended. The records outlive reboots, so their time is wall
-        time; and the wall clock may have been set back since the latest record.
+        ``decider`` says in words who has decided. The record's time is later than that of every
+        other record, because the order of the records shows which containers of a pod have ended.
+        The records outlive reboots, so their time is wall time; and the wall clock may have been
+        set back since the latest record.
         """
         latest = max((record.decided_at for record in self.carrier.records), default=0.0)
         return GrantRecord(
@@ -175,6 +176,7 @@ class Context(msgspec.Struct):
             decided_at=max(self.clock(), math.nextafter(latest, math.inf)),
             own_directory=provision.own_directory,
             may_overcommit=grant.may_overcommit,
+            # `ruled_out`: the containers that cannot run when this one starts
             inits_not_running=tuple(
                 name
                 for name in ruled_out(pod, owner.container)

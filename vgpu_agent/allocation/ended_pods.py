@@ -124,6 +124,7 @@ class EndedPods:
         end. Such a pod is *ending*, and the loop waits for the API server.
         """
         now = asyncio.get_running_loop().time
+        # as long as a start waits for a pod that the watch has not shown yet
         until = min(start.until, now() + identification.POD_WAIT_SECONDS)
         live, pods = (
             self._live_pods(start, kubelet_evidence.pod_resources),

@@ -8,7 +8,7 @@ the kubelet retries.
 
 The records are read after the kubelet's call. A pod that our watch does not show yet is waited
 for and then requested once. Without an answer of the API server, a container that has started here
-before is known by its spec.
+before is known by the grant record in its CDI spec.
 """
 
 from __future__ import annotations

@@ -188,10 +188,11 @@ class LateStart:
                 NotProvenError,
             ) as err:
                 raise self._refused(start, err) from err
+            # and of every container of the pod that the records name for the same ids
             for name in {start.owner.container, *start.found.containers.get(start.key[0], ())}:
                 self._context.refusals.clear(start.owner.pod_uid, name)
             self._journalled_refusals.over(token)
-            self.started[*start.key, offered.name] = grant
+            self.started[*start.key, offered.name] = grant  # key: the pod's UID, the container
             self._context.journal.record(
                 "start.bound",
                 grant=grant.number,
@@ -244,6 +245,7 @@ class LateStart:
 
         decision, bound = await self._ended_pods.with_room(start, attempt)
         if bound is None:
+            # `until`: when the kubelet must have its answer
             await self._division.bring_about(
                 decision.layouts, start.family.name, start.pod.full_name, start.until
             )
@@ -513,7 +515,7 @@ class LateStart:
             start.offered.name,
             reason,
             advice=remedies,
-            final=isinstance(err, WrongPodError),
+            final=isinstance(err, WrongPodError),  # the kubelet keeps another pod's answer for it
         )
         self._journal_refusal(
             "start.refused",
@@ -653,6 +655,7 @@ class LateStart:
         version = self._context.ledger.revision.version
         if self._by_token[0] != version:
             families = self._context.families
+            # `paused`: families that start no container now, and may have grants
             by_pod = {family.name for family in (*families.pod_families, *families.paused)}
             tokens, grants = {}, {}
             for grant in self._context.ledger.grants:

@@ -49,10 +49,13 @@ def _likeliest(
 ) -> tuple[str, ...]:
     """Return the GPUs of the container that was bound first of those that wait for ``size`` ids."""
     grants = [grant for grant in context.ledger.grants if grant.resource == offered.name]
+    # `decided_for`: the pod's UID and the container for which the shares were decided, perhaps by a
+    # guess; `owner` is the container that the kubelet names.
     started = {grant.decided_for for grant in grants if grant.decided_for}
     started |= {(grant.owner.pod_uid, grant.owner.container) for grant in grants if grant.owner}
     inventory = context.inventory()
     waiting = [
+        # the GPUs that a scheduler has given to the container
         family.named(candidate.pod, inventory).get(candidate.container.name, ())
         for candidate in candidates(
             context.pods.pods,

@@ -30,13 +30,14 @@ def question(
     Grants that the container or its ids already have count as free room.
     """
     ledger = context.ledger
+    # the kubelet's, because a static pod has another UID in the API server
     uid, wanted, name = pod.kubelet_uid, set(ids), offered.name
     holding, own, of_pod = [], [], []
     for grant in ledger.grants:  # hundreds, most of them of other pods
         if grant.shares:
             holding.append(grant)
         if grant.resource == name:
-            decided_for = grant.decided_for
+            decided_for = grant.decided_for  # (UID of the pod, container)
             if decided_for and decided_for[0] == uid:
                 of_pod.append(grant)
             if decided_for == (uid, container) or not wanted.isdisjoint(grant.ids):
@@ -48,6 +49,8 @@ def question(
     siblings.pop(container, None)
     # `pod_uid`, because a pod that has a part of its shares gets the rest before others
     rooms = ledger.rooms(name, excluding=own, pod_uid=uid)
+    # grants that hold nothing when the container runs: its own, which are decided anew, and those
+    # of the pod's containers that cannot run then
     ended = {
         *own,
         *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ()),

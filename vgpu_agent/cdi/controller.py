@@ -232,7 +232,7 @@ class CdiController:
                     f"no CDI spec has the device {name}; create it with the container toolkit, or "
                     "remove the channel from plugin.imexChannelIds"
                 )
-        if resource.decided_by is Decider.IDS:
+        if resource.decided_by is Decider.IDS:  # its ids name devices
             devices = set(Offers.devices(resource))
             if devices <= self._nameless.keys():
                 reason = next((self._nameless[device] for device in sorted(devices)), "")

@@ -62,7 +62,7 @@ class Wanted(msgspec.Struct, frozen=True):
             spec is made again when they differ.
         driver_version: of the driver that runs now; empty when unknown.
         id_strategy: ``uuid`` or ``index``: how GPUs and MIG instances are named.
-        modes: of `config.types.DEVICE_MODES`.
+        modes: the devices beside GPUs that get a spec, e.g. ``gds`` (`config.types.DEVICE_MODES`).
         channels: IMEX channels.
         channel_root: directory on the node below which their device nodes are.
         ctk: how the tool is run.

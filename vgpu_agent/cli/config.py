@@ -152,6 +152,7 @@ def _check_text(file: str, content: bytes | None, flags: Mapping[str, str]) -> i
     sources = load.Sources(flags=flags, environment=options.relevant(os.environ), file=file or None)
     loaded = load.load_text(sources, content)
     _print_warnings(loaded)
+    # `collisions`: conflicts between families, with which an agent would start
     errors, meanings = list(loaded.collisions), list[str]()
     for path, findings in _plugin_files(loaded):
         errors += findings.errors

@@ -32,7 +32,9 @@ class NoAgentError(UnreachableError):
 
 
 class Answer(NamedTuple):
-    """An answer of the agent: its body, and the state of the node where the path tells it."""
+    """An answer of the agent: its body, and for /debug/status the state of the node (``healthy``,
+    ``degraded`` or ``not-ready``), else empty.
+    """
 
     body: bytes
     state: str

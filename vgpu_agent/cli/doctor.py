@@ -167,7 +167,9 @@ def running_agent(address: Address) -> tuple[RunningAgent | None, str]:
 def settings_in_force(
     flags: Mapping[str, str], address: Address, *, agent: bool
 ) -> tuple[Settings, list[Finding]]:
-    """Return the settings to check with, and the findings about them."""
+    """Return the settings to check with, and the findings about them; ``agent``: one runs and
+    answers at ``address``.
+    """
     name = "configuration"
     if agent and not flags:
         try:

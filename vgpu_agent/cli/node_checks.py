@@ -594,6 +594,7 @@ def rights(settings: Settings) -> tuple[Right, ...]:
         *(Right(verb, "pods") for verb in ("get", "list", "watch", "patch")),
         *(Right(verb, "events") for verb in ("create", "patch")),
     ]
+    # the agent evicts failed pods, or deletes and recreates them
     rescues = settings.binding.reschedule_failed or any(
         family.reschedules is not None and family.reschedules(settings)
         for family in FAMILIES

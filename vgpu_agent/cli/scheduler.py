@@ -219,6 +219,7 @@ def _family(arguments: argparse.Namespace) -> SchedulingFamily:
         SchedulingOptions(
             domain=arguments.domain,
             types_match_substrings=arguments.type_match == _SUBSTRING,
+            # `Incomplete`: what becomes of a container that asks for only one of both
             cores_only=Incomplete(arguments.cores_only),
             memory_only=Incomplete(arguments.memory_only),
         )
@@ -280,7 +281,7 @@ def _boolean(text: str) -> bool:
 
 
 def _seconds(text: str) -> float:
-    if re.fullmatch("[0-9]{1,9}", text, re.ASCII):  # seconds, as charts before v1.0.0 write them
+    if re.fullmatch("[0-9]{1,9}", text, re.ASCII):  # as vgpu-manager's charts before v1.0.0
         return float(text)
     if not _DURATION.match(text):
         raise argparse.ArgumentTypeError(f"expected a duration such as 30s or 1m, got {text!r}")

@@ -562,7 +562,7 @@ def _container(
         kind,
         limits,
         unreadable_limits=unreadable,
-        environment=environment,  # names of variables
+        environment=environment,  # the names of those about GPUs or their limits
         started=bool(status.restart_count > 0 or runs),
         started_at=max((unix_seconds(run.started_at) for run in runs), default=0.0),
         running=state.running is not None,

@@ -249,9 +249,9 @@ def _gang(metadata: _Metadata, spec: _Spec) -> str:
 
 
 def _requests(spec: _Spec) -> tuple[tuple[str, int], ...] | None:
-    """Return what kube-scheduler counts for the pod: its sidecars, and all main containers or the
-    init container that asks for most, each resource by itself; and one of ``pods``. None where that
-    cannot be told.
+    """Return what kube-scheduler counts for the pod, in thousandths of each resource's unit: its
+    sidecars, and all main containers or the init container that asks for most, each resource by
+    itself; and one of ``pods``. None where that cannot be told.
     """
     if spec.resources is not None:
         return None  # amounts of the whole pod replace those of its containers

@@ -63,7 +63,9 @@ _NAMED_IN_FULL = 2
 
 
 class _Dead(msgspec.Struct):
-    """The time in which a device is dead, from its failure to its recovery."""
+    """The time in which a device is dead, from its failure to its recovery. ``lost``: its GPU no
+    longer answers or is gone; otherwise it is present and unhealthy.
+    """
 
     name: str
     lost: bool
@@ -145,6 +147,7 @@ class GpuEvents:
     def _look_at_devices(self, node: Node, dead: Mapping[str, DeadDevice]) -> None:
         # (reason, why, remedy) → devices, in the order of the inventory
         failed: dict[tuple[str, str, Remedy | None], list[DeadDevice]] = {}
+        # without the instances of a GPU that is dead as a whole
         for device in separate_devices(self._facts.inventory.value):
             known = self._dead.get(device.uuid)
             if known is None or (device.lost and not known.lost):
@@ -251,7 +254,7 @@ class GpuEvents:
 
     def _look_at_programs(self) -> None:
         """Tell the pods on a GPU of an XID that a program has caused: their owners cannot see the
-        node. One in a row is told once, as the history has it.
+        node. The same XID several times in a row is told once: `driver` has it as one entry.
         """
         seen = {
             (gpu, each.xid, each.first_at): each

@@ -1,4 +1,5 @@
-"""Pods that hold a dead GPU: a label on them, and their eviction after a time.
+"""Pods that hold a dead GPU, one that is lost or unhealthy: a label on them, and their eviction
+after a time.
 
 A container keeps its devices until it ends, so work on a dead GPU never continues there. An
 eviction lets its controller make another pod, which gets another GPU. Evictions go through the API,

@@ -85,6 +85,7 @@ def condition(facts: GpuFacts) -> tuple[str, str, str]:
     of them is known to be lost or unhealthy.
     """
     inventory, driver = facts.inventory.value, facts.driver()
+    # GPUs, and MIG instances of GPUs that are not dead as a whole
     dead = separate_devices(inventory)
     if dead:
         named = "; ".join(f"{device.name}: {device.why}" for device in dead[:_NAMED])

@@ -229,7 +229,8 @@ class PodPublisher:
         self, pod: Pod, desired_state: DesiredPod, writing: _Writing
     ) -> tuple[float, Changes]:
         """Return the changes to write to ``pod``, and the seconds until they may be written.
-        Without changes, the seconds until there may be some (0: unknown).
+        Without changes, the seconds until there may be some (0: unknown): after a write, the same
+        value is not written again for a while.
         """
         changes: dict[Entry, str | None] = {}
         wait = 0.0

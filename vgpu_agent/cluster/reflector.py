@@ -180,7 +180,7 @@ class Reflector(Generic[T]):
         return (
             2 * WATCH_SECONDS
             + api.WATCH_SILENCE_SECONDS
-            + slow_seconds()
+            + slow_seconds()  # the pause after a permanent failure, such as a missing right
             + api.REQUEST_TIMEOUT_SECONDS
         )
 
@@ -326,7 +326,8 @@ class Reflector(Generic[T]):
             self._take_object(event)
         except ClusterError as err:
             if err.status == 0:
-                self._version = ""  # whatever this was about, a list will show
+                # the line could not be understood; whatever it was about, a list will show
+                self._version = ""
             raise
         self._version = version
         self._note_answer()

@@ -74,8 +74,8 @@ class Reschedule:
                 get an event for each.
             look_seconds: how often the loop sends a heartbeat, and how long such an event may
                 wait.
-            rescued: a resource → whether `rescue` deals with its final refusals, those of starts
-                that can never succeed here.
+            rescued: a resource → whether `rescue`, which evicts or recreates failed pods, deals
+                with its final refusals: those of starts that can never succeed here.
         """
         self._rescued = rescued
         self._notices = notices

@@ -410,8 +410,9 @@ class Rescue:
         counted one, or before it, count as one failure: none of them is the replacement of another.
         """
         now, known = self._clock(), self._state.tries.get(key, _NO_TRIES)
+        # a recreated pod has an annotation with its tries, which may have been on other nodes
         number, last = recreation.tries_of(pod) if counts_each else (0, 0.0)
-        if number > known.number and 0 <= now - last <= FORGET_SECONDS:  # on other nodes
+        if number > known.number and 0 <= now - last <= FORGET_SECONDS:
             known = self._state.tries[key] = Tries(number, last)
         if not 0 <= now - known.last <= FORGET_SECONDS:
             self._state.tries.pop(key, None)

@@ -1,10 +1,10 @@
 """Conflicts between families: over a resource name, a directory, or a GPU's MPS control daemon.
 
-In each conflict one family can still be offered. So the agent starts, withholds the resources of
-the other family and logs the sentence of the conflict. ``config check`` refuses the configuration
-with the same sentence. Each family declares its names and its own rules in `families`. Conflicts
-that depend on the node's GPUs or on files of replaced plugins are found while the agent runs
-(`agent.offers.families`, `agent.devices.mps`).
+In each conflict one family can still be offered. So the agent starts, does not offer the resources
+of the other family, and logs the sentence of the conflict. ``config check`` refuses the
+configuration with the same sentence. Each family declares its names and its own rules in
+`families`. Conflicts that depend on the node's GPUs or on files of replaced plugins are found while
+the agent runs (`agent.offers.families`, `agent.devices.mps`).
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def _equal_names(settings: Settings) -> Iterator[Conflict]:
                     "it in the Node's capacity; choose another name, or turn one of the families "
                     "off"
                 )
+            # first the path that the operator is asked to change
             yield Conflict(
                 tuple(
                     (each.path, sentence)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# In addition to `live_paths` of the families. All other settings are paths, addresses or time
-# limits that a running part was built with.
+# Beginnings of key paths, in addition to `live_paths` of the families. All other settings are file
+# paths, addresses or time limits that a running part was built with.
 _AT_ONCE = (
     "nvidiaConfigFile",
     "plugin.",

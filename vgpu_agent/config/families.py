@@ -109,7 +109,7 @@ class FamilySettings(msgspec.Struct, frozen=True):
         names: the names of its resources. This and the next function are called only while it is
             on.
         collisions: the broken rules about this family together with others. An agent starts, and
-            withholds what is in conflict.
+            does not offer what is in conflict.
         spreading: its settings that spread pods over more GPUs than they need.
         mps_key: the key by which its GPUs are shared with MPS; empty where they never are.
         runs_mps_daemons: the settings → whether the agent runs MPS control daemons on its GPUs.

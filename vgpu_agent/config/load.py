@@ -86,7 +86,7 @@ class Loaded:
         sources: the sources it was made of.
         contents: the content of the files.
         collisions: sentences about conflicts between families (`collisions`). ``config check``
-            refuses them; an agent starts, logs them and withholds the resources in conflict.
+            refuses them; an agent starts, logs them and does not offer the resources in conflict.
     """
 
     settings: Settings
@@ -175,6 +175,7 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
         reading.add_file(sources.file, root, faults)
     reading.add_environment(sources.environment)
     reading.add_flags(sources.flags)
+    # with simulated GPUs: the roots that no source has set, in the directory of the simulation
     reading.derive_from_simulate()
     settings = reading.finish()
     document_warnings = [
@@ -306,6 +307,7 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
         yield f"environment variable {name}: unknown and ignored" + (
             f", did you mean {guess}?" if guess else ""
         )
+    # the variables and flags of replaced plugins that mean nothing here
     yield from foreign_settings.without_effect(settings, sources.environment)
     yield from foreign_settings.flags_without_effect(settings, sources.flags)
     for path, word in checks.doubtful_xids(settings):

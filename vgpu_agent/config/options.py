@@ -348,6 +348,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _add(
                 group, option.flags, metavar=option.metavar, help=text, repeats=key.is_list, **alone
             )
+    # those of replaced plugins that are accepted and not followed
     for name in foreign_settings.flags():
         _add(group, (name,), nargs="?", const="true", help=argparse.SUPPRESS)
 

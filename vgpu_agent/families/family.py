@@ -33,7 +33,7 @@ class Shortfall(msgspec.Struct, frozen=True):
     """The configured resources that cannot be offered as they are.
 
     Attributes:
-        refused: resources that are withheld, and why.
+        refused: resources that are not offered at all, and why.
         cautions: what is odd with the rest, one sentence each.
     """
 
@@ -234,7 +234,8 @@ class NodeView(msgspec.Struct, frozen=True):
         rooms: resource → what each device has left for it, by inventory order.
         allocated_at: resource → unix seconds of the last Allocate; missing when there was none.
         now: unix seconds.
-        locks: what is remembered of the schedulers' locks of this node.
+        locks: what is remembered of the schedulers' locks of this node, annotations with which a
+            scheduler keeps the Node for one pod.
         offered: the names of all resources of this node, of any family.
     """
 

@@ -47,7 +47,7 @@ class MigInstancesFamily(abc.ABC):
 
     @abc.abstractmethod
     def owns(self, resource: str) -> Ownership:
-        """See `Family`."""
+        """Tell by its name how surely ``resource`` is, or was, one of this family."""
 
     @abc.abstractmethod
     def resource_name(self, instance: MigInstance) -> str:
@@ -123,7 +123,8 @@ class MigInstancesFamily(abc.ABC):
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """Return the edits that name the instances, by the list strategies of the node; by UUID
-        unless indices are asked for.
+        unless indices are asked for. `answer_id` keeps apart the annotations of a container's
+        resources.
         """
         devices = [
             device for uuid in dict.fromkeys(ids) if (device := visible_device(uuid, inventory))

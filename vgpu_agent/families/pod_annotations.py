@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def pod_keys(settings: Settings | None = None) -> PodKeys:
     """Return the keys under ``settings``; without, those that the families have by default."""
     every = [family.vocabulary(settings) for family in FAMILIES]
-    # the most important one of each family, then the second ones, and so on
+    # the most important one of each family, then the second ones, and so on: if a pod has too much
+    # text, the last ones are cut
     ranked = itertools.zip_longest(*(family.annotations for family in every))
     return PodKeys(
         annotations=(*OF_KUBERNETES, *dict.fromkeys(key for rank in ranked for key in rank if key)),

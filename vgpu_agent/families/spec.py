@@ -46,10 +46,11 @@ class NodeFacts(msgspec.Struct, frozen=True):
         divides: the program that divides GPUs is there.
         given: dotted paths of settings that a flag or a variable has set; they beat the files of a
             replaced plugin.
-        texts: file of a replaced plugin → those of its texts that count, see
-            `plugin_files.texts_in_force`.
+        texts: file of a replaced plugin → those of its texts that count: the newest, and while that
+            has an error, those before it, back to the last one without, oldest first.
         unreadable: such a file that exists and cannot be read → why.
-        mps_view: where MPS control daemons have their files.
+        mps_view: where the agent and its MPS control daemons see the files that they share with
+            containers; by default, where the agent's container has ``mps.root`` mounted.
     """
 
     lists: ListOptions = msgspec.field(default_factory=ListOptions)

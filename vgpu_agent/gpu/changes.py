@@ -140,7 +140,9 @@ def _illness(health: Health, gpu: str) -> dict[str, str]:
 
 
 def _essence(health: Health) -> tuple[str, Remedy | None]:
-    """Return what an operator acts on; the times and the milder causes are left out."""
+    """Return what an operator acts on: the reason, which names the worst cause, and the remedy. The
+    times and the other causes are left out.
+    """
     return health.reason, health.remedy
 
 

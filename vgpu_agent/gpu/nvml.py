@@ -393,7 +393,7 @@ class Nvml:
         return EventSet(self._call("nvmlEventSetCreate"))
 
     def free_event_set(self, events: EventSet) -> None:
-        """Give the queue back."""
+        """Free the queue."""
         self._call("nvmlEventSetFree", events)
 
     def register(self, handle: Handle, events: EventSet) -> bool:

@@ -41,10 +41,10 @@ class Snapshot(msgspec.Struct, frozen=True):
         bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where
             that cannot be read.
         warnings: what had to be left out, one sentence each, reported once.
-        driver_version: as in `Inventory`.
-        cuda_version: same.
-        simulated: same.
-        nvml_version: same.
+        driver_version: e.g. ``580.65.06``.
+        cuda_version: e.g. ``13.0``.
+        simulated: the NVML library is the simulator's.
+        nvml_version: e.g. ``13.580.65.06``; empty where the driver does not say.
     """
 
     reading: inventory.Reading
@@ -87,6 +87,7 @@ class Session:
         self._report = report
         self._driver_root = driver_root
         self._numa = inventory.NumaNodes(sysfs_root)
+        # the numbers of the device nodes that give access to MIG instances
         self._capabilities = Capabilities(proc_root)
         self._driver_directory = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
         self._open = False
@@ -286,6 +287,7 @@ class Session:
         return links
 
     def _bound_cards(self) -> frozenset[str]:
+        # `watched`: counts as a call in flight, since sysfs may hang like a driver call
         with self._nvml.watched("list PCI devices"):
             try:
                 return frozenset(

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
 
 class GpuSource(Protocol):
-    """The node's GPUs as `agent` sees them; see `GpuWatch` for each member."""
+    """The node's GPUs as `agent` sees them.
+
+    Attributes:
+        inventory: the facts about the GPUs.
+        usage: the load of each GPU.
+        read_at: unix seconds at which ``inventory`` was read last; 0 if never.
+        measured_at: the same for ``usage``.
+    """
 
     inventory: Latest[Inventory]
     usage: Latest[tuple[GpuUsage, ...]]
@@ -50,7 +57,7 @@ class GpuSource(Protocol):
         """Use other settings from now on."""
 
     def sample(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
-        """Have the processes on these GPUs sampled from now on."""
+        """Have the processes on these GPUs (index and UUID) sampled into ``sink`` from now on."""
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Release the GPUs; return whether that was done in time."""

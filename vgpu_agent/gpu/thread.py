@@ -7,7 +7,8 @@ between. When a call does not return in time, the loop reports the call and the 
 waiting jobs, and refuses new ones until the call returns. A daemon thread never keeps the process
 from ending.
 
-While a container needs them, samples of processes are taken in between as well (`sampling`).
+While a container's library limits compute by them, samples of the GPU usage of all processes are
+taken in between as well (`sampling`).
 
 Used by `watch`, which also calls `look` regularly, so that a hang is noticed without a waiting job.
 """

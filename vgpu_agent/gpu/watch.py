@@ -108,7 +108,7 @@ class GpuWatch:
                 wait_failed=self._on_wait_failed,
                 hung=self._on_hung,
                 answering=self._on_answering,
-                waiting=beat,
+                waiting=beat,  # while `run` waits for a long job of the thread
                 not_sampled=self._on_not_sampled,
             ),
         )
@@ -158,7 +158,7 @@ class GpuWatch:
         """
         while True:
             self._beat()
-            self._thread.look()
+            self._thread.look()  # it reports a call that hangs, or that has returned
             self._judge_hang()
             now = time.monotonic()
             if now >= self._next_poll:
@@ -180,8 +180,8 @@ class GpuWatch:
         self._wake.set()
 
     def sample(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
-        """Have the processes on these GPUs sampled into ``sink``, by index and UUID, until this is
-        called again; see `sampling`.
+        """Have the GPU usage of each process on these GPUs, given by index and UUID, written into
+        ``sink`` many times a second, until this is called again (`sampling`).
         """
         self._thread.sampler.aim(gpus, sink)
 
@@ -242,7 +242,7 @@ class GpuWatch:
             self._driver_failed(str(err), NvmlState.MISSING)
             raise
         except NvmlError as err:
-            self._reopening.driver_failed = True
+            self._reopening.driver_failed = True  # so a later reading closes and opens the driver
             self._driver_failed(str(err), NvmlState.ANSWERING)
             self._schedule_poll()
             raise
@@ -385,6 +385,7 @@ class GpuWatch:
                 gpu.uuid, event.xid, time.time(), ignored=not counts, instance=instance
             )
         if counts:
+            # `placed`: the driver has named the GPU
             found = trouble(event.xid, placed=bool(event.gpu))
             for gpu in hit:
                 self._healths.reported(
@@ -511,6 +512,7 @@ class GpuWatch:
 def _recovery_policy(settings: Recovery) -> RecoveryPolicy:
     return RecoveryPolicy(
         automatic=settings.mode == "auto",
+        # how long an Unhealthy GPU must be without errors to come back
         quiet_seconds=settings.quiet_seconds,
     )
 

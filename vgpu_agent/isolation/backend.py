@@ -64,9 +64,10 @@ class LibraryServices(msgspec.Struct, frozen=True):
     Attributes:
         containers_directory: the parent of the containers' own directories,
             ``<pod UID>_<container>``.
-        registry_directory: of the socket by which processes register; empty where none do.
-        samples_directory: of the samples of the use of compute; empty when the library does not
-            read them.
+        registry_directory: of the socket by which a container's processes register with the agent;
+            empty where none do.
+        samples_directory: of the samples that the agent takes of the processes' use of compute;
+            empty when the library does not read them.
     """
 
     containers_directory: str = ""

@@ -68,6 +68,8 @@ _LOCK_SIZE = 4096  # a page, for what a library may write there; they are made e
 DISABLED_BY = "DISABLE_VGPU_CONTROL"
 _TRUE = ("1", "true", "enabled")  # as the replaced plugin reads its switches (vgpu-manager §4.1)
 
+# the UUIDs of the container's cards, each in its slot: its place in the library's tables, which is
+# its NVML index
 SLOTS_VARIABLE = "MANAGER_VISIBLE_DEVICES"
 _MODE_VARIABLE = "MANAGER_COMPATIBILITY_MODE"
 _BUCKET_VARIABLE = "CUDA_SM_SHARED_BUCKET"
@@ -78,7 +80,7 @@ _VMEMORY_VARIABLE = "VMEMORY_NODE_ENABLED"
 DECISIVE = frozenset(
     {SLOTS_VARIABLE, _MODE_VARIABLE, _BUCKET_VARIABLE, _WATCHER_VARIABLE, _VMEMORY_VARIABLE}
 )
-_NO_CARD = "GPU-00000000-0000-0000-0000-000000000000"
+_NO_CARD = "GPU-00000000-0000-0000-0000-000000000000"  # in all other slots
 
 # The UUID for registering, which no pod has: a container registers by its own names (vgpu-manager
 # §9).
@@ -403,6 +405,7 @@ def slot_limit(
     return SlotLimit(
         card.uuid,
         total_bytes=total,
+        # as much as may lie in the card itself; the rest is spilled to the host's memory
         real_bytes=int(total / memory_ratio) if memory_ratio > 1 else total,
         hard_core=card.cores_percent,
         soft_core=card.card_cores_percent if balanced else card.cores_percent,
@@ -459,7 +462,8 @@ def _writable(directory: str, path: str) -> HostFile:
     sizes = {VMEM_FILE: (VMEM_SIZE, vmem_head()), SM_NODE_FILE: (SM_NODE_SIZE, sm_node_head())}
     size, head = sizes.get(path, (0, b""))
     parts = ((0, head),) if head else ()
-    # renewed: written into a file that containers have mapped
+    # renewed: what is written into a file that is there already, in place, since containers have it
+    # mapped
     return HostFile(
         f"{directory}/{path}", size, parts, mode=0o666, renewed=parts, allocated=size > 0
     )

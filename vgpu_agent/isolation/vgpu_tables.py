@@ -48,6 +48,8 @@ SM_NODE_SLOT = struct.Struct("<5q15i")
 
 SM_UTIL_SIZE = 1_311_232
 SM_UTIL_SLOT_SIZE = 81_952
+# The other numbers are places within a slot. At "last seen" stands a time: readers leave out the
+# samples from before it.
 SM_UTIL_SAMPLE = struct.Struct("<I4xQ4I")  # pid, time, compute, memory, encoder, decoder
 SM_UTIL_SAMPLES, SM_UTIL_SAMPLE_COUNT, SM_UTIL_LAST_SEEN = 0, 32_768, 32_776
 SM_UTIL_PROCESS = struct.Struct("<I4xQ2I")  # pid, bytes, GPU instance, compute instance

@@ -2,9 +2,10 @@
 for every component that must react when it changes.
 
 The kubelet announces no restart: it removes the sockets there and makes a new ``kubelet.sock``
-(kubelet §3). One watch for all plugin servers publishes a `DirectoryState` at each change. A server
-compares it with the state in which it registered. State is published instead of events because
-events get lost, and because a server that was busy must still see the current state.
+(kubelet §3). One watch for all plugin servers publishes a `DirectoryState` at each change: the
+sockets, each with device, inode and time of its file. A server compares it with the state in which
+it registered. State is published instead of events because events get lost, and because a server
+that was busy must still see the current state.
 """
 
 from __future__ import annotations

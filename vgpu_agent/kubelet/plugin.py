@@ -85,7 +85,7 @@ class SentList(msgspec.Struct, frozen=True):
 
     def differences(self, listed: frozenset[str] | SeenNumbers) -> tuple[int, Collection[str]]:
         """Compare with the ids that the kubelet lists: the number of healthy ids that it lacks,
-        and the ids that were never sent to it.
+        and the ids that were never sent to it. `SeenNumbers` is the compact form of ``listed``.
         """
         if isinstance(listed, SeenNumbers) and isinstance(self.devices, NumberedList):
             missing = sum(
@@ -123,7 +123,8 @@ class PluginService:
             backend: knows its devices.
             status: kept up to date.
             coalesce_seconds: how long changes of the list are collected into one message.
-            pre_start_required: overrides the resource's own setting, see `DevicePlugin.stop`.
+            pre_start_required: overrides the resource's own setting: a stopping agent registers
+                without it, so that the kubelet can restart containers meanwhile.
             lists_revision: advanced with each list that is sent, and with the end of each stream.
         """
         self._resource = resource
@@ -180,7 +181,9 @@ class PluginService:
         self._ending.set()
 
     def keep_list(self) -> None:
-        """Note that the kubelet keeps the list that was sent last when the stream ends."""
+        """Note that the kubelet keeps the list that was sent last when the stream ends, as in a
+        hand-over to another agent.
+        """
         self._kept = True
 
     async def prepare(self) -> None:

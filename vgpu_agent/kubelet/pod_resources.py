@@ -162,7 +162,8 @@ class PodResources:
         self._refusal = ""
         self._get_limiter = RateLimiter(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
         self._socket_without_get: tuple[int, int, int] | None = None
-        self._reader: PodResourcesReader | None = None  # of Get; kept, because it learns
+        # of Get; kept, because it reads an entry of a known form faster
+        self._reader: PodResourcesReader | None = None
         self.lists_answered = self.gets_answered = 0
 
     def close(self) -> None:
@@ -235,7 +236,8 @@ class PodResources:
         self, offered: Mapping[str, Sequence[DeviceId]]
     ) -> dict[str, frozenset[str] | SeenNumbers]:
         """List the healthy ids of each ``offered`` resource as the kubelet has them, held or free:
-        the result of the lists that the agent sent.
+        the result of the lists that the agent sent. Where our ids differ in a number only
+        (`NumberedIds`), the healthy ones are `SeenNumbers`, with one byte for each.
 
         Raises:
             AllocatableUnsupportedError: this kubelet does not report them.

@@ -515,7 +515,7 @@ class _Instance:
 
     async def end_streams(self) -> None:
         """End the streams, and stay; calls are answered as before."""
-        self._service.keep_list()
+        self._service.keep_list()  # notes that the kubelet keeps the last list after this
         await self._end_streams()
 
     async def _confirm_socket(self) -> None:

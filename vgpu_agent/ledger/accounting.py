@@ -239,7 +239,9 @@ def overcommitted(resource: Resource, booked: Usage) -> list[Overcommit]:
 
 
 def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> DeviceRoom:
-    """Return what ``device`` has left for one more container of ``resource``."""
+    """Return what ``device`` has left for one more container of ``resource``; ``trouble`` is why
+    this resource may grant nothing of it now, e.g. a claim; empty where it may.
+    """
     uuid = device.uuid
     memory_mib = int(device.memory_mib * resource.memory_scaling)
     return DeviceRoom(

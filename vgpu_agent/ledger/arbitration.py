@@ -81,7 +81,9 @@ class Arbitration:
         self._active_families = frozenset(able.difference(paused))
 
     def withhold(self, families: Iterable[str]) -> bool:
-        """Give no turns to ``families``; return whether these are others than before."""
+        """Give no turns to ``families``, whose resources are not offered to the kubelet at the
+        moment; return whether these are others than before.
+        """
         withheld, before = frozenset(families), self._withheld_families
         self._withheld_families = withheld
         return withheld != before

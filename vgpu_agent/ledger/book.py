@@ -185,8 +185,8 @@ class Ledger:
             self.revision.advance()  # wakes a loop that waits for `turn_ends_in_seconds`
 
     def has_settled(self, device: str) -> bool:
-        """Tell whether the ledger knows ``device`` and no cordon keeps it back,
-        regardless of its health.
+        """Tell whether the ledger knows ``device``, such as a new MIG instance, and no cordon keeps
+        it back, regardless of its health.
         """
         return device in self._devices and not self._cordons.reason(device)
 
@@ -415,6 +415,7 @@ class Ledger:
         """The devices of which schedulers have assigned more compute,
         or to more holders, than there is room for.
         """
+        # `at_its_widest`: with the widest limits under which any of its grants was made
         return tuple(
             each
             for resource in self._offers.in_order
@@ -446,6 +447,7 @@ class Ledger:
             self._grants.by_number.values(), self._grants.holder, self._devices
         )
         for resource in self._offers.by_name.values():
+            # `firm`: compute and holders that a scheduler has decided do not count
             excess = self._overbooked(self._offers.at_its_widest(resource), firm=True)
             problems += [f"{device}: {each.text}" for device, each in excess.items()]
         return problems
@@ -748,6 +750,7 @@ class Ledger:
         if self._holders_unknown and self.serves_several_families:
             # with one family the kubelet itself gives no id twice
             return dict.fromkeys(asked, _HOLDERS_UNKNOWN)
+        # those that can keep the resource from a device, such as grants of other families
         grants = availability.in_the_way(resource, self._grants.by_number.values())
         known = availability.Context(
             self._devices,
@@ -839,7 +842,7 @@ class Ledger:
         return grant if set(grant.ids) == ids or (covering and ids < set(grant.ids)) else None
 
     def _overbooked(self, resource: Resource, *, firm: bool) -> dict[str, Excess]:
-        if resource.decided_by is Decider.NOBODY:
+        if resource.decided_by is Decider.NOBODY:  # only there to be counted, and never booked
             return {}
         return accounting.overbooked(resource, self._booked(resource), self._devices, firm=firm)
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.offers import Offers
     from vgpu_agent.model import Share
 
-# The evidence of a grant whose container has ended: its shares have passed to a later container of
-# the pod, together with ids.
+# The evidence (sentences on who has the grant and what decided its shares) of one whose container
+# has ended: its shares have passed to a later container of the pod, together with ids.
 HANDED_ON = ("handed on to a container that came after",)
 
 Saved = dict[int, Grant]

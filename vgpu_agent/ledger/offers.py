@@ -25,7 +25,8 @@ def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, s
     Such a pair is tolerated in two families, because the replaced plugins never ran on one node and
     some give their ids the same form: a device serves one family at a time, so only one of the two
     can have a holder, whose pod shows the id's health in its status (KEP-4680). Pairs of resources
-    that nobody decides about (`Decider.NOBODY`) are left out, because they have no holders.
+    that are only there for schedulers to count (`Decider.NOBODY`) are left out, because they have
+    no holders.
     """
     for one, other in itertools.combinations(resources, 2):
         if one.decided_by is Decider.NOBODY is other.decided_by:
@@ -68,7 +69,7 @@ class Offers:
 
     def replace(self, resources: Iterable[Resource], held: Collection[str] = ()) -> bool:
         """Offer exactly ``resources`` from now on; tell whether that changed anything. For the
-        resource names in ``held``, wider limits of before are remembered.
+        resource names in ``held``, those with grants, wider limits of before are remembered.
 
         Raises:
             ValueError: a name, or within one family an id (kubelet V17), is offered twice, see

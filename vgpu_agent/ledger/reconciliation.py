@@ -85,14 +85,26 @@ class Reconciliation:
         has_ended: Callable[[Grant], bool],
         ended_only: bool,
     ) -> list[Correction]:
-        """Apply one reading of the kubelet's records, as `Ledger.reconcile` describes."""
+        """Apply one reading of the kubelet's records.
+
+        Args:
+            records: the reading; if it is not complete, it releases no grant.
+            interpret: what a holding means; None if it is not ours to book.
+            reservation_seconds: how long a grant without an owner may stay unconfirmed.
+            newest: the number of the last grant from before the records were read.
+            initial: the ledger is being rebuilt, so to adopt a grant is no drift.
+            may_release: False while a restarted kubelet still finds its pods again.
+            still_runs: tells whether a grant stays although the records do not show it.
+            has_ended: tells whether the API server confirms the end of a grant's pod.
+            ended_only: release nothing but grants of ended pods.
+        """
         corrections: list[Correction] = []
         confirmed: set[int] = set()
         for holding in records.holdings:
             if (interpreted := interpret(holding)) is None:
                 continue
             holders = self._grants.holders(holding.resource, holding.ids)
-            # `newest`: the number of the last grant from before the records were read
+            # not for ids that were booked since the records were read
             if max(holders, default=0) <= newest and (
                 correction := self._apply_holding(holding, holders, interpreted, initial=initial)
             ):
@@ -184,7 +196,7 @@ class Reconciliation:
         if within_pod and (
             grant.decided_for is not None
             or interpreted.decided_for is None
-            or grant.evidence == HANDED_ON
+            or grant.evidence == HANDED_ON  # its container has ended; a later one has its shares
         ):
             # Another container of the pod has the ids now, see `_apply_holding`. Only a decision
             # for that container changes the owner.

@@ -28,9 +28,9 @@ class ModeOwners:
     A GPU may move to another resource, and so to another daemon. The old daemon may end later, and
     must not undo the mode that the new one has set.
 
-    State: in memory only. `resources` has the resource of the daemon by GPU, without GPUs that were
-    given back. `locks` has a lock by GPU, since two runs of ``nvidia-smi`` for one GPU at the same
-    time could end in either order.
+    State: in memory only. `resources` has the resource of the daemon by GPU, without GPUs whose
+    mode was set back to the default. `locks` has a lock by GPU, since two runs of
+    ``nvidia-smi`` for one GPU at the same time could end in either order.
     """
 
     def __init__(self) -> None:

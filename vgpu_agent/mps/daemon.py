@@ -48,6 +48,7 @@ class Dependencies(Protocol):
     """The dependencies of a daemon: facts about the node, and reports to the agent."""
 
     mode_owners: ModeOwners
+    """The record of which daemon sets the compute mode of each GPU, shared by all daemons."""
     gpus: Callable[[], Collection[str]]
     """The UUIDs of the node's GPUs."""
 
@@ -144,7 +145,7 @@ class Daemon:
         """
         await self._control().quit()
         await asyncio.to_thread(directories.clear, self._plan)
-        self._modes.forget()
+        self._modes.forget()  # so that the modes are set again, whatever they were set to last
         # a plan names each of its GPUs together with the memory limit there
         await self._modes.release(limit.uuid for limit in self._plan.devices)
         self.status.not_given_back = ""  # no GPU is left exclusive
@@ -165,8 +166,8 @@ class Daemon:
 
         It is needed when an agent with MPS was killed, or its node crashed, and this agent runs
         without MPS. Pods may hold shares of a resource of the same name, but not through that
-        daemon. The plan stays while a GPU of this node may still be exclusive, for an agent that
-        can give it back.
+        daemon. The plan stays on disk while a GPU of this node may still be exclusive, for an agent
+        that can give it back.
         """
         plan = self._plan
         if (
@@ -313,8 +314,9 @@ class Daemon:
         self._servers = ()
 
     async def _apply_modes(self) -> None:
-        """Make the resource's GPUs exclusive. GPUs that have left it, or all if no daemon is
-        wanted, get the default mode, whatever still runs on them.
+        """Make the resource's GPUs exclusive (EXCLUSIVE_PROCESS: they take the MPS server only),
+        except those in use by others. GPUs that have left it, or all if no daemon is wanted, get
+        the default mode, whatever still runs on them.
         """
         wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
         known = [limit.uuid for limit in self._plan.devices]
@@ -337,6 +339,7 @@ class Daemon:
         status.thread_percentage = plan.thread_percentage
         status.memory_limit_mib = {limit.uuid: limit.memory_mib for limit in plan.devices}
         status.in_use_by_others = tuple(sorted(self._in_use_by_others))
+        # an empty file, by which other programs see that the daemon runs with its limits
         await asyncio.to_thread(directories.mark, plan.directory, directories.STARTED)
         self._journal.record(
             "mps.daemon_adopted" if adopted else "mps.daemon_started",

@@ -72,7 +72,7 @@ class Supervision:
         self._sysfs_root, self._proc_root, self._share_memory = sysfs_root, proc_root, share_memory
         self._daemons: dict[str, Daemon] = {}
         self._preparing = asyncio.Lock()
-        self.mode_owners = ModeOwners()
+        self.mode_owners = ModeOwners()  # which daemon sets the compute mode of each GPU
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:
@@ -87,7 +87,8 @@ class Supervision:
         """
         for resource, daemon in list(self._daemons.items()):
             if daemon.status.state is MpsState.STOPPED:
-                # otherwise it stays, as the record of a problem
+                # `not_given_back`: why a GPU of it could not be set back to the default compute
+                # mode; then the daemon stays here, as the record of a problem
                 if resource in wanted or not daemon.status.not_given_back:
                     del self._daemons[resource]
             elif resource not in wanted:

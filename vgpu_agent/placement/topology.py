@@ -164,8 +164,8 @@ def _linked(
             and (len(group) > 1 or any(linked(group[0], other) for other in links.every))
         ]
         if fitting:
-            # max() takes the first of equal ones. The search among many cards takes long, so one
-            # group is not compared with none.
+            # The highest mean score counts, then the best links; max() takes the first of equal
+            # ones. The search among many cards takes long, so one group is not compared with none.
             group = fitting[0]
             if len(fitting) > 1:
                 group = max(

@@ -261,6 +261,7 @@ class ControlledUses:
             for container in containers
             if container.container_id
         }
+        # a process that began after the reading is another one with the same PID
         age_seconds = max(time.time() - usage.read_at, 0.0)
         seen_at = time.clock_gettime(time.CLOCK_BOOTTIME) - age_seconds
         found: dict[_Container, list[tuple[str, int, int]]] = defaultdict(list)

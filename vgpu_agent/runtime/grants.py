@@ -504,7 +504,8 @@ class GrantDirectory:
             return True
 
     def _make(self, provision: Provision) -> None:
-        for path in provision.removed:  # e.g. files of the container's previous run
+        # e.g. files of the container's previous run; the directory may be a link to one in a slot
+        for path in provision.removed:
             host_files.remove_file(region_slots.resolve_slot(provision.own_directory), path)
         with self._noting(os.path.dirname(provision.own_directory), "the files of containers"):
             try:

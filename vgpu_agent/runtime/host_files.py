@@ -160,7 +160,8 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
 
     An existing file with the same content stays. One that containers have mounted keeps its inode
     and gets the parts `HostFile.renewed` in place. One without mounts was left by an ended
-    container. It is replaced by a fresh one, so that its old entries burden no new container.
+    container. It is replaced by a fresh one, so that the entries of that container's processes
+    burden no new container.
 
     Raises:
         HostFileError: it cannot be made.
@@ -175,6 +176,7 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
             if (
                 state is _State.USED
                 and file.renewed
+                # mounted somewhere, or the agent cannot see that
                 and mounts.mounted_below(file.path) is not Use.FREE
             ):
                 _write_parts(descriptor, file.renewed)

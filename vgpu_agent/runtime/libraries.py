@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.journal import Journal
 
+# The facts by which each library is recognised among the files that an operator may deliver.
 RECOGNITIONS = (hami_library.RECOGNITION, control_library.RECOGNITION)
 
 

@@ -1,4 +1,5 @@
-"""The change of a limit under a container that runs, by the protocol of ``vgpu.config``.
+"""The change of a limit under a container that runs, by the protocol of ``vgpu.config``, the file
+in which vgpu-manager's libvgpu-control.so finds the container's limits.
 
 The library has the file mapped and reads a card's slot, its part of the file, without a lock: it
 takes what it has read when the slot's sequence number was even and the same before and after, and

@@ -75,6 +75,7 @@ class MountTables:
             read = _searched(table, mentioned, source)
             if read is True:
                 return Use.MOUNTED
+            # only a table that differs from ours proves that the agent sees other namespaces
             others += read not in {None, own_digest}
         return Use.FREE if others else Use.UNKNOWN
 

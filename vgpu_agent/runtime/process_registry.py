@@ -120,7 +120,9 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class _Registered(msgspec.Struct):
-    """A container whose list is kept current: its id, and what was written last."""
+    """A container whose list is kept current: its pod's UID and its own id in ``member``, and what
+    was written last.
+    """
 
     member: Member
     written: bytes = b""
@@ -388,7 +390,7 @@ class ProcessRegistry:
         try:
             outcomes = await self._work(self._files, functools.partial(self._look, owners))
         except HostFileError as err:
-            if self._changes.is_new("keeps"):
+            if self._changes.is_new("keeps"):  # "keeps": the lists as a whole
                 self._journal.record("registry.not_kept", level="warning", error=str(err))
             return
         self._changes.over("keeps")
@@ -479,7 +481,7 @@ class ProcessRegistry:
             await asyncio.sleep(_LOCK_PAUSE_SECONDS)
 
     def _list_directory(self, owner: tuple[str, str]) -> str:
-        """The directory of a container's list; blocks."""
+        """The directory of a container's list, in the container's slot if it has one; blocks."""
         return f"{resolve_slot(f'{self._containers}/{container_directory(*owner)}')}/{_CONFIG}"
 
     async def _work(self, thread: OwnThread, call: Callable[[], T]) -> T:

@@ -78,7 +78,7 @@ class SmUtilFile:
         compute: memoryview,
         graphics: memoryview,
     ) -> None:
-        """Put the rows of one GPU, as NVML lays them out, into its slot; see `gpu.sampling.Sink`.
+        """Put the rows of one GPU, as NVML lays them out, into its slot.
 
         Old samples stay where there are no newer ones: readers leave out those from before
         ``since``.
@@ -86,7 +86,7 @@ class SmUtilFile:
         Args:
             index: of the GPU.
             since: unix microseconds; the samples are not older.
-            samples: rows of use; None where there are no newer ones.
+            samples: rows of use, one for each process and time; None where there are no newer ones.
             compute: the processes that compute.
             graphics: the processes that draw.
         """

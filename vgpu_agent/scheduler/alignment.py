@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.metrics import Metrics
 
 # Values of a label of `Metrics`. The pod's cards are far from those of its peers; on another Node,
-# but in the domain of the peers (`placement.nodes.alignment`); or near a peer's on its Node.
+# but on the same network rails or, where none are known, at the same position among the sets of
+# NVLinked cards of their Node (the peers' domain); or near a peer's on its Node.
 _RESULTS = {ANYWHERE: "not_aligned", ELSEWHERE: "same_domain", TOGETHER: "same_node"}
 
 

@@ -1,8 +1,9 @@
 """The free capacity of a cluster: the largest single requests that fit, and the cards by type and
 state.
 
-A pure function, and a generator like `explain.explain`. Equal cards that are equally in use are
-counted together, so that 40,000 cards take some milliseconds.
+A pure function, and a generator that yields after each small piece of work, because the extender
+answers kube-scheduler on the same thread. Equal cards that are equally in use are counted together,
+so that 40,000 cards take some milliseconds.
 """
 
 from __future__ import annotations
@@ -208,6 +209,7 @@ def _by_hardware(views: Sequence[NodeView]) -> list[list[State]]:
     found: dict[int, list[State]] = {}
     for view in views:
         if view.state is not None:
+            # Nodes with equal cards share one `Hardware`
             found.setdefault(id(view.state.hardware), []).append(view.state)
     return list(found.values())
 
@@ -254,7 +256,7 @@ class _Types:
     def _add(self, card: Card, taken: Amounts, count: int, memory_factor: int) -> None:
         """Count equal cards of which equal amounts are taken."""
         found = self._of(card.model)
-        if card.blocked is not None:
+        if card.blocked is not None:  # why no new container may get a share of it
             if card.blocked is Reason.DeviceMIGEnabled:
                 found.cards.mig += count
             else:
@@ -287,6 +289,7 @@ class _Types:
         largest = found.largest
         largest.memory_mib = max(largest.memory_mib, free_mib // memory_factor * memory_factor)
         if free_mib >= memory_factor:
+            # a card may be offered with more than 100 %, and a container gets no more than that
             largest.cores_percent = max(largest.cores_percent, min(free_cores_percent, 100))
 
     def _add_whole(self, taken: Sequence[Amounts], whole: Mapping[str, Sequence[int]]) -> None:

@@ -436,6 +436,7 @@ class Extender:
     def _choose(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice:
         """Choose a Node and cards, and keep them for the pod; an earlier promise ends."""
         self._end_promise(pod.uid)
+        # counts the searches for well linked cards: of all sets, or step by step
         with searches_seen_by(self._metrics.count_search):
             choice = self.alignment.choose(pod, wanted.demand, candidates)
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))

@@ -1,4 +1,5 @@
-"""Leader election among extenders: the holder of a Lease (coordination.k8s.io/v1) answers.
+"""Leader election among extenders: the holder of a Lease (coordination.k8s.io/v1) answers
+kube-scheduler, the others refuse to place pods.
 
 A leader that cannot renew the Lease stops before another candidate may take it. A follower measures
 with its own clock how long the Lease stays unchanged, so the clocks of machines are not compared. A

@@ -194,7 +194,9 @@ class Metrics:
         self._candidates.labels(algorithm).observe(candidates)
 
     def count_aligned(self, result: str) -> None:
-        """Count a pod that got cards when peers of it had some already."""
+        """Count a pod that got cards when peers of it had some already. ``result``: ``same_node``,
+        ``same_domain`` or ``not_aligned``, by how near its cards are to theirs.
+        """
         self._aligned.labels(result).inc()
 
     def count_protected(self, reason: str) -> None:

@@ -31,6 +31,7 @@ def explanation(found: Explanation) -> str:
             lines += ["", title, *(f"  {line}" for line in sentences)]
     if found.table:
         is_of_one = all(row.nodes == 1 for row in found.table)
+        # `KEPT`: cards are kept for it until it is bound
         is_placed = found.situation in {Situation.BOUND.value, Situation.KEPT.value}
         title = "Nodes, for one more such pod" if is_placed else "Nodes"
         lines += ["", title, *_columns([_HEADER, *(_cells(row) for row in found.table)])]
@@ -64,7 +65,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 def capacity(found: Capacity) -> str:
     """Return the free capacity of the cluster."""
     lines = [
-        *found.doubts,
+        *found.doubts,  # why the answer may be out of date or incomplete
         f"{found.nodes} Nodes, {found.unfit_nodes} of them unfit; {found.pods} pods hold cards",
         "",
         "Largest single requests that fit now, each by itself",

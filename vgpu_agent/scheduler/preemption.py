@@ -251,6 +251,7 @@ class Preemption:
             self._others(view, proposal, preemptor, near),
             preemptor=preemptor.facts,
             budgets=self._budgets,
+            # whether kube-scheduler counts it: native ones (cpu), and the Node's extended ones
             is_counted=lambda resource: "/" not in resource or resource in resources,
         )
 

@@ -215,7 +215,7 @@ class Service:
             family=family,
             read_pod=read_pod,
             read_node=decode.node,
-            alignment=extender.alignment,
+            alignment=extender.alignment,  # places pods of one group near each other
         )
         self._preemption = Preemption(
             book=book,
@@ -366,6 +366,9 @@ class Service:
             await asyncio.sleep(_PROMISE_CHECK_SECONDS)
 
     async def _check_unconfirmed_binds(self, beat: Callable[[], None]) -> None:
+        """Ask again and again for pods whose bind has ended and which the watch has not shown as
+        bound: such a pod may be gone, and its promise must end.
+        """
         while True:
             beat()
             await self._extender.check_unconfirmed_binds(beat)

@@ -115,7 +115,9 @@ class _Figures:
         self.blocked: collections.Counter[Reason] = collections.Counter()
 
     def add(self, group: Group) -> None:
-        """Count the Nodes of a group."""
+        """Count the Nodes of a group; they are alike in cards and use, so the first one's figures
+        are those of all.
+        """
         view, times = group.views[0], len(group.views)
         self.nodes += times
         self.names += [each.name for each in group.views[: max(MAX_NAMES - len(self.names), 0)]]
@@ -166,7 +168,7 @@ def sentences(
 
     Args:
         demand: of the pod.
-        groups: all Nodes, compared with it.
+        groups: all Nodes, compared with it; those with equal cards, equally in use, are one group.
         keys: the names of resources and annotations.
         name_of: the name of a pod by its UID.
     """

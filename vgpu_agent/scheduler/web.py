@@ -149,7 +149,7 @@ class OperatorEndpoints:
     async def _about(self, pod: Pod, waiting: Waiting, *, every_node: bool) -> Explanation:
         async with self._one_at_a_time:
             extender = self._extender
-            records = extender.records
+            records = extender.records  # what kube-scheduler has asked so far
             kept = None if pod.node else extender.kept(pod.uid)
             holding = self._book.holding(pod.uid)
             if not pod.node and kept is None and holding is not None:

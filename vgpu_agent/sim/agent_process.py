@@ -349,7 +349,9 @@ class ExtenderProcess(CommandProcess):
 
     @property
     def url(self) -> str:
-        """The URL to which kube-scheduler sends the verbs, once it is started."""
+        """The URL below which kube-scheduler calls its verbs (``filter``, ``bind``, ``preempt``),
+        once it is started.
+        """
         return f"http://{self.public_address}/scheduler"
 
     def _arguments(self) -> list[str]:

@@ -41,7 +41,7 @@ def fill(
     """Describe ``len(uuids)`` GPUs of ``model``; the caller makes the file visible afterwards.
 
     Args:
-        node: zeroed memory.
+        node: zeroed memory, that of the node's file.
         model: the GPUs' model.
         numa_nodes: one for each GPU, -1 for none.
         uuids: one for each GPU.
@@ -144,10 +144,11 @@ def _link(gpu: layout.Gpu, model: Model, wires: Sequence[links.Wire]) -> None:
     gpu.link_count = model.nvlink_count
     for number in range(model.nvlink_count):
         gpu.links[number].version = model.nvlink_version
-        gpu.links[number].remote_type = 0xFF
+        gpu.links[number].remote_type = 0xFF  # NVML_NVLINK_DEVICE_TYPE_UNKNOWN
     for link, wire in zip(gpu.links, wires, strict=False):  # the rest of the links leads nowhere
         link.up, link.capabilities, link.remote_type = 1, _LINK_CAPABILITIES, wire.remote_type
         to_gpu = wire.remote_type == links.TO_GPU
+        # `peer` is the number of the other GPU, or the bus of the switch
         link.remote_bus = links.bus_of(wire.peer) if to_gpu else wire.peer
         # otherwise an NVSwitch
         link.remote_pci_device_id = gpu.pci_device_id if to_gpu else 0x1AF1 << 16 | _VENDOR

@@ -152,7 +152,7 @@ class Gpu(ctypes.Structure):
         ("board_part", _char * 32),
         ("memory_total", _u64),
         ("memory_reserved", _u64),
-        ("memory_unaccounted", _u64),
+        ("memory_unaccounted", _u64),  # in use, by no process that is shown
         ("bar1_total", _u64),
         ("bar1_used", _u64),
         ("utilisation", _u32),
@@ -220,7 +220,7 @@ class Event(ctypes.Structure):
     _fields_ = (
         ("sequence", _u64),
         ("type", _u64),
-        ("payload", _u64),
+        ("payload", _u64),  # of an XID event: the XID
         ("gpu", _u32),
         ("gpu_instance", _u32),
         ("compute_instance", _u32),
@@ -235,7 +235,7 @@ class Fault(ctypes.Structure):
         ("function", _char * 64),
         ("gpu", _u32),
         ("code", _u32),
-        ("times_left", _i32),
+        ("times_left", _i32),  # -1: for ever
         ("delay_ms", _u32),
     )
 
@@ -252,10 +252,10 @@ class Node(ctypes.Structure):
         ("driver_version", _char * 80),
         ("nvml_version", _char * 80),
         ("model", _char * 64),
-        ("event_head", _u64),
+        ("event_head", _u64),  # events ever posted; the next one goes to event_head % EVENTS
         ("events", Event * EVENTS),
         ("faults", Fault * FAULTS),
-        ("common_ancestor", (_u32 * GPUS) * GPUS),
+        ("common_ancestor", (_u32 * GPUS) * GPUS),  # NVML_TOPOLOGY_* of each pair
         ("gpus", Gpu * GPUS),
     )
 

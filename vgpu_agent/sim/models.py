@@ -13,14 +13,16 @@ from typing import Any, Literal
 
 from vgpu_agent.errors import SimulationError
 
+# how the GPUs of a node are linked: "cube-mesh" as on a board of V100, "switch" directly up to four
+# and else through NVSwitches
 NvLink = Literal["none", "cube-mesh", "switch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigProfile:
     """One way to cut an instance out of a GPU: ``profile`` is its NVML_GPU_INSTANCE_PROFILE_*,
-    ``id`` the profile id that instances carry, ``size`` and ``starts`` count memory slices. Units
-    and codes as explained at the head of models.toml.
+    ``id`` the profile id that instances carry, ``slices`` its compute slices, ``instances``
+    how many fit on a GPU; ``size`` and ``starts`` count memory slices, eighths of the GPU's memory.
     """
 
     name: str
@@ -41,7 +43,10 @@ class MigProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One kind of GPU; units and codes as explained at the head of models.toml."""
+    """One kind of GPU. Power is in watts, temperatures are in degrees Celsius, and clocks in MHz,
+    in the order graphics, SM, memory, video. ``brand``, ``architecture`` and ``nvlink_version`` are
+    NVML's codes. ``fabric``: NVML reports that the GPU has joined an NVLink fabric.
+    """
 
     key: str
     name: str

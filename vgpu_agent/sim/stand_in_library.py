@@ -66,8 +66,8 @@ def deliver_stand_in_library(host_directory: Path) -> Path:
 
 
 def deliver_stand_in_control_library(host_directory: Path) -> Path:
-    """Write ``libvgpu-control.so``, and beside it a ``device-client``, into a directory, which is
-    made if need be, and return the library's path.
+    """Write ``libvgpu-control.so`` into a directory, which is made if need be, and return its path.
+    Beside it lies a ``device-client``, the program that registers processes with the agent.
     """
     host_directory.mkdir(parents=True, exist_ok=True)
     (host_directory / "device-client").write_bytes(b"\x7fELF, and no program")

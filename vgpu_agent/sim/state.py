@@ -437,7 +437,8 @@ class SimulatedNode:
             planned = layout.Node.from_buffer_copy(self.state)
             number = self.gpu_number(gpu)
             mig.cut(planned.gpus[number], profiles, uuids)
-            # as with a real driver, the device nodes of an instance exist before it is visible
+            # as with a real driver, the device nodes of an instance exist before it is visible;
+            # `tidy=False` leaves the files of the former instances until then
             trees.write(self.directory, planned, tidy=False)
             mig.copy(planned.gpus[number], self.state.gpus[number])
             trees.write(self.directory, self.state)

@@ -1,5 +1,5 @@
-"""The parts of the catalogue about grants that are bound to pods, the API server, and MPS control
-daemons.
+"""The parts of the catalogue of metrics about grants that are bound to pods, the API server, and
+MPS control daemons.
 
 Read by `catalogue`, which adds them to its table. The labels of watches and writers are kinds of
 objects, so their series are few.

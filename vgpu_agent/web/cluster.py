@@ -27,12 +27,13 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
     return {
         "connected": cluster.connected,
         "disconnected_reason": cluster.disconnected_reason,
-        "needed": cluster.needed,
+        "needed": cluster.needed,  # by a family that is switched on
         "credentials": cluster.origin,
-        "waiting_for": cluster.waiting_for,
+        "waiting_for": cluster.waiting_for,  # to be read before such a family is offered
         "watches": [watch(one, now) for one in cluster.watches],
         "writers": cluster.writers,
-        "evictions": cluster.evictions,
+        "evictions": cluster.evictions,  # of pods that cannot start here
+        # pods that failed on this node: how many were evicted, recreated or left alone
         "rescued": cluster.rescued,
         "requests": [
             {"verb": verb, "resource": resource, "outcome": outcome, "count": count}
@@ -63,7 +64,7 @@ def watched_pods(status: AgentStatus, now: float) -> dict[str, Any]:
 
 
 def our_resources(status: AgentStatus) -> frozenset[str]:
-    """The resources that this node offers, and those that it withholds for a reason."""
+    """The resources that this node offers, and those that it would offer but cannot now."""
     return frozenset(
         (*status.ledger.free, *(plugin.resource for plugin in status.plugins), *status.unavailable)
     )
@@ -102,6 +103,7 @@ def _container(status: AgentStatus, pod: Pod, container: PodContainer) -> dict[s
             grant.owner is not None
             and (grant.owner.pod_uid, grant.owner.container) == key
             and bool(grant.shares)
+            # reserved: the ids are booked, and nothing is decided for the container yet
             and grant.state is not GrantState.RESERVED
             for grant in views.live_grants(status)
         ),

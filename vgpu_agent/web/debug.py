@@ -185,13 +185,16 @@ def _ledger(request: DebugRequest) -> dict[str, Any]:
     ledger = request.status.ledger
     return {
         "revision": ledger.revision,
+        # when it was last compared with the kubelet's records
         "verified": when(ledger.verified_at, request.now),
         "drift_total": ledger.drift_total,
         "drift_last": ledger.drift_last,
+        # ids in the kubelet's records that this node does not offer
         "unknown_ids": ledger.unknown_ids,
         "max_holders": ledger.capacity,
         "ids_free": ledger.free,
         "rooms": ledger.rooms,
+        # devices of which schedulers have promised more compute or shares than there are
         "scheduler_overcommitted": ledger.overcommitted,
         "uses": {use.gpu: uses.use_view(use, request.now) for use in ledger.uses},
         # resource → how many of its ids are not granted now, and why
@@ -311,12 +314,13 @@ def _config(request: DebugRequest) -> dict[str, Any]:
     return {
         "problem": "\n".join(request.status.config_problems),
         "needs_restart": request.status.config_needs_restart,
+        # which of the named configurations is chosen, and why
         "named": request.status.config_named,
         "binding": binding.binding_view(request.status.binding, request.now),
         "cdi": views.cdi(request.status.cdi, request.now),
         **_plugin_file_settings(request.status.binding),
         "config_map": request.status.cluster.config_map,
-        "file_problems": request.status.binding.file_problems,
+        "file_problems": request.status.binding.file_problems,  # in the replaced plugins' files
         "values": {
             key: {"value": value, "from": origin}
             for key, (value, origin) in sorted(request.status.config.items())

@@ -132,6 +132,7 @@ def _about(
         yield from _ill(status, now)
     yield from _claims(status, pod)
     ours_now = [grant for grant in grants if grant.pod_uid in {"", pod.kubelet_uid}]
+    # the errors (XIDs) of the devices that the pod has, or had until its grants were released
     for held in xids.held_now(ours_now, now) or xids.held_before(status, events, now):
         yield from xids.sentences(status, now, pod.full_name, held, pod)
     if pod.ended:
@@ -420,7 +421,7 @@ def _refused(refusal: RefusalView) -> str:
         "; trying again cannot help"
         if refusal.final
         else ""
-        if refusal.advice
+        if refusal.advice  # the remedies, which `text` includes
         else "; the kubelet tries again by itself"
     )
     return (

@@ -31,7 +31,8 @@ class IllnessView(msgspec.Struct, frozen=True):
     Attributes:
         causes: the worst first.
         remedy: a sentence.
-        answers: it answered the last reading; null when there was none since its last new error.
+        answers: it answered the last reading of its state (by NVML); null when there was none since
+            its last new error.
         offered_again: the time at which new containers get it if nothing else happens; null while
             more than time is missing.
         offered_again_in_seconds: the same as a countdown; 0 when it is due.

@@ -107,6 +107,9 @@ class Limits:
         return Limit(LimitState.IN_FORCE, "the limits were read back from the MPS control daemon")
 
     def _vgpu_control_limit(self, grant: Grant, library: LibraryLimits) -> Limit:
+        """Return the limit by vgpu-control, whose library obeys the container's file
+        ``vgpu.config``.
+        """
         owner = grant.owner
         use = (
             self._controlled_by_container.get((owner.namespace, owner.pod, owner.container))
@@ -246,6 +249,7 @@ class Limits:
     def _vgpu_control_is_disabled(self, grant: Grant, library: LibraryLimits) -> bool:
         """Tell whether the pod disables its limit by vgpu-control, and the settings allow that."""
         container = self._container(grant)
+        # `values`: the values of a few environment variables in the pod's specification
         if container is None or not vgpu_control.is_switched_on(
             container.values.get(vgpu_control.DISABLED_BY, "")
         ):
@@ -274,6 +278,7 @@ class Limits:
             (
                 container
                 for pod in self._status.cluster.pods
+                # the API server has another UID of a static pod
                 if owner and pod.kubelet_uid == owner.pod_uid
                 for container in pod.containers
                 if container.name == owner.container

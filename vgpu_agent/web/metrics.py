@@ -150,7 +150,9 @@ def _reading(family: FamilySpec, metric: FamilyMetric) -> Callable[[Moment], Ite
                 node=status.node,
                 version=status.version,
                 commit=status.commit,
+                # the use that containers under `vgpu-control` make of their devices
                 controlled=status.controlled,
+                # attribute of the family's settings → value, after its files were applied
                 in_force=status.binding.in_force.get(family.name, {}),
             )
         )

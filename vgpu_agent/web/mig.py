@@ -1,8 +1,8 @@
 """MIG instances: their JSON shape and whether they may be granted. Also the grants on devices that
 are gone, MIG instances or whole GPUs.
 
-Used by `views`, `problems` and the table of metrics. The rules of `views` for changes of the JSON
-apply here, too.
+Used by `views`, `problems` and the table of metrics. As in `views`, fields of the JSON may be added
+and are never renamed.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def why_withheld(gpu: Gpu, instance: MigInstance) -> str:
     """Explain why the instance may not be given to a new container; empty when it may."""
     if not gpu.present or not gpu.health.ok:
         return gpu.health.reason or "its GPU no longer answers"
+    # `trouble`: why its device nodes are not known
     return instance.trouble if instance.health.ok else instance.health.reason
 
 

@@ -265,7 +265,7 @@ def _tables(overview: Overview) -> Iterator[Table]:
         ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "LIMIT", "KNOWN FOR"),
         _pod_rows(overview),
         "no pod holds a share",
-        ("KNOWN FOR", "STATE"),
+        ("KNOWN FOR", "STATE"),  # left out, in this order, where the terminal is too narrow
     )
     if overview.refusals:
         yield Table(
@@ -325,7 +325,7 @@ def _use_rows(overview: Overview) -> list[tuple[str, ...]]:
             f"{_since(gpu.use.since)}{' or longer' if gpu.use.or_earlier else ''}",
             str(gpu.use.pods_total),
             _waiting(gpu),
-            gpu.use.freed_by or "-",
+            gpu.use.freed_by or "-",  # what must end before other families get the GPU
         )
         for gpu in overview.gpus
     ]
@@ -399,6 +399,7 @@ def _resource_rows(overview: Overview) -> list[tuple[str, ...]]:
             else f"{resource.state}, stream closed",
             str(resource.ids),
             str(resource.ids_healthy),
+            # ids that only schedulers count are not booked
             str(resource.ids_held) if resource.ids_booked else "-",
             str(resource.ids_free)
             if resource.ids_booked and resource.ids_free is not None

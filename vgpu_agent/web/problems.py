@@ -41,7 +41,9 @@ _LATE_SECONDS = 60.0
 
 
 class ProblemView(msgspec.Struct, frozen=True):
-    """A problem as JSON. ``part`` is kind and subject in words, ``reason`` is text and remedy."""
+    """A problem as JSON. ``part`` is kind and subject in words, ``reason`` is text and remedy, and
+    ``also`` has further subjects with the same problem.
+    """
 
     part: str
     reason: str
@@ -123,12 +125,13 @@ def _kubelet(status: AgentStatus) -> Iterator[Problem]:
     if status.kubelet.records_trouble and not away:
         yield Problem(ProblemKind.KUBELET, subject="", text=status.kubelet.records_trouble)
     for plugin in status.plugins:
-        if plugin.list_fault:
+        if plugin.list_fault:  # the kubelet lacks ids, or has some of another plugin
             yield Problem(ProblemKind.RESOURCE, subject=plugin.resource, text=plugin.list_fault)
 
 
 def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
     """Yield an outage of the API server. Known pods still start, so the agent stays ready."""
+    # `essential`: not a watch of an object that need not exist
     failing = [watch for watch in cluster.watches if watch.failing_since and watch.essential]
     if failing:
         longest = min(failing, key=lambda watch: watch.failing_since)

@@ -194,7 +194,9 @@ def mig_instances_healthy(moment: Moment) -> Iterator[Row]:
 
 
 def grants_on_missing_devices(moment: Moment) -> Iterator[Row]:
-    """Grants by resource, including resources that are no longer offered."""
+    """Grants on devices that the node no longer has, by resource, including resources that are no
+    longer offered.
+    """
     counts = collections.Counter(
         grant.resource for grant, _ in mig.on_missing_devices(moment.status)
     )
@@ -283,7 +285,7 @@ def allocations(moment: Moment) -> Iterator[Row]:
 
 
 def nvml_up(moment: Moment) -> float | None:
-    """Tell whether the driver answers. None where it is not used."""
+    """Tell whether the driver answers. None where it is not used: on a Tegra processor."""
     state = moment.status.nvml.state
     return None if state is NvmlState.UNUSED else state is NvmlState.ANSWERING
 
@@ -398,7 +400,7 @@ def evictions(moment: Moment) -> Iterator[Row]:
 
 
 def gpu_evictions(moment: Moment) -> Iterator[Row]:
-    """Evictions of pods that hold a dead GPU, by result."""
+    """Evictions of pods that hold a dead GPU, i.e. one that is lost or Unhealthy, by result."""
     return (((result,), count) for result, count in moment.status.cluster.gpu_evictions.items())
 
 

@@ -332,7 +332,7 @@ class WebServer:
             request,
             self._dashboard,
             self._viewers,
-            patience_seconds=self._request_timeout_seconds,
+            patience_seconds=self._request_timeout_seconds,  # for a viewer to read a message
         )
 
     async def _elsewhere(self, _: web.Request) -> web.Response:

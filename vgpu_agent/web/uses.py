@@ -122,7 +122,7 @@ def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
 def reason(status: AgentStatus, each: HeldBack) -> str:
     """Explain why these ids are not granted, as a sentence without its full stop."""
     gpus = called(status, each.gpus)
-    if not each.family:
+    if not each.family:  # the reason is none of a family that the GPUs serve
         return f"{gpus}: {each.reason}"
     serving = [
         use for use in status.ledger.uses if use.gpu in each.gpus and use.family == each.family

@@ -64,7 +64,7 @@ class GpuView(msgspec.Struct, frozen=True):
     health: str = ""
     health_reason: str = ""
     health_changed: When = When()
-    illness: IllnessView | None = None
+    illness: IllnessView | None = None  # the causes, with the remedy, while it is Unhealthy
     xids: tuple[XidView, ...] = ()  # the latest, ignored or not, the oldest first
     usage: UsageView | None = None
     holders: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ class ResourceView(msgspec.Struct, frozen=True):
     allocations_refused: int = 0
     allocate_seconds_last: float = 0.0
     allocate_seconds_sum: float = 0.0
-    preferred_calls: int = 0
+    preferred_calls: int = 0  # of GetPreferredAllocation
     pre_starts: int = 0
     pre_starts_refused: int = 0
     last_error: str = ""
@@ -189,7 +189,9 @@ class CdiSpecView(msgspec.Struct, frozen=True):
 class CdiView(msgspec.Struct, frozen=True):
     """The state of CDI.
 
-    ``source`` is ``generated`` or ``toolkit``, and empty if containers get no CDI names.
+    ``source`` is ``generated`` (by the agent) or ``toolkit`` (by NVIDIA's), and empty if containers
+    get no CDI names. ``strategies`` are the ways in which answers name devices, e.g. ``envvar`` or
+    ``cdi-cri``.
     """
 
     source: str = ""
@@ -350,7 +352,7 @@ def _gpu(
         ),
         links={
             peer: {
-                "pci": link.pci,
+                "pci": link.pci,  # NVML's level of the common ancestor, e.g. 10: one PCIe switch
                 "nvlinks": link.nvlinks,
                 "switch_links": link.switch_links,
             }

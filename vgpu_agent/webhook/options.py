@@ -54,7 +54,8 @@ class Options(msgspec.Struct, frozen=True):
         certificate: where the server's certificate comes from.
         host: the address to listen on; empty for all of the machine.
         port: the port; 0 takes a free one.
-        pinned: the treatment of ``spec.nodeName`` of pods that a scheduler must place.
+        pinned: the treatment of ``spec.nodeName`` of pods that a scheduler must place; by default a
+            node affinity replaces it.
         watches_nodes: warn of requests that are larger than the largest Node that was seen.
         least_largest_node: GPUs of the largest Node that there is or may come, unless a larger one
             was seen; a request of more is refused. 0 where the operator does not say.

@@ -68,7 +68,8 @@ class Reviewer:
             family: the rules for new pods.
             journal: records denied and failed reviews.
             largest_node: returns the largest amounts that a Node offers, as far as they are known.
-            pinned: the treatment of ``spec.nodeName``, which binds a pod without a scheduler.
+            pinned: the treatment of ``spec.nodeName``, which binds a pod without a scheduler; by
+                default a node affinity replaces it.
         """
         self._family, self._journal = family, journal
         self._largest_node, self._pinned = largest_node, pinned
@@ -87,7 +88,7 @@ class Reviewer:
 
         Args:
             verb: `MUTATE` or `VALIDATE`.
-            start: its first bytes, at least `START_BYTES`.
+            start: its first bytes, at least `messages.START_BYTES`, which may have its UID.
             most_bytes: the limit.
             client: the address of the sender.
         """

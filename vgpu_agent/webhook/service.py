@@ -276,11 +276,12 @@ class Service:
             except TimeoutError:
                 self._reviewer.too_slow(verb, client)
                 raise web.HTTPRequestTimeout(text="the review did not arrive in time") from None
-            if body.whole:
+            if body.whole:  # not too large
                 found = _json(answer(body.content))
             else:
                 most = self._options.max_body_bytes
                 found = _json(self._reviewer.too_large(verb, body.content, most, client))
+            # `ended`: the client has sent all of it
             if self._stopping.is_set() or not body.ended:
                 found.force_close()  # the next call goes to another replica
             return found

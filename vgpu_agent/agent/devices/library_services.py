@@ -34,7 +34,7 @@ _REGISTRY, _LISTS = "process registry", "process lists"
 # Changes come in bursts; a container takes longer than this to start.
 _COALESCING_SECONDS = 0.05
 _RETRY_SECONDS = 30.0  # after a failure to create the file of samples
-_DEADLINE_SECONDS = 10.0
+_DEADLINE_SECONDS = 10.0  # for creating that file
 _ALL_CORES = 100
 
 

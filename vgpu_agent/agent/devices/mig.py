@@ -88,7 +88,9 @@ class MigDivider:
         return cls(parted, gpu_watch, call_timeout_seconds=nvml_thread.CALL_TIMEOUT_SECONDS)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
-        """See `allocation.context.Divider`."""
+        """Queue a division. ``done`` is called once at its end: with "" when the GPU has the
+        layout, else with the reason of the failure.
+        """
         self._waiting.put_nowait((layout, done))
 
     async def run(self) -> None:

@@ -1,8 +1,8 @@
 """The MPS control daemons that this node's resources need.
 
 The ledger has the resources and their holders, and `vgpu_agent.mps` runs the daemons. This module
-connects the two: it derives the desired daemons from the ledger, and withholds a resource from the
-kubelet until its daemon is ready. Built by `composition`.
+connects the two: it derives the desired daemons from the ledger, and withholds a resource until its
+daemon is ready: no plugin server offers it to the kubelet. Built by `composition`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MpsController:
             share_memory=_skip_shared_memory if settings.simulate else directories.share_memory,
         )
         self.apply(settings)
-        offering.gates.append(self._withheld)
+        offering.gates.append(self._withheld)  # asked before a resource is offered
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:
@@ -145,8 +145,8 @@ class MpsController:
             await self._offering.sync()
 
     async def _watch_host(self) -> None:
-        """Check every few seconds, while a resource depends on the host's daemon, whether that
-        runs.
+        """Check every few seconds, while a resource depends on the host's daemon, which others run,
+        whether that runs. If not, a caution says so, and the resource is offered all the same.
         """
         found: set[str] = set()
         while True:

@@ -62,7 +62,8 @@ class Built(msgspec.Struct, frozen=True):
         in_force: family with such files → attribute of its settings → value.
         origins: family → each of these attributes that a file has set → that file.
         limits: family → the limits that its library sets its containers.
-        texts: file on the node → those of its texts that count (`plugin_files.texts_in_force`).
+        texts: file on the node → those of its texts that count: the newest, and while that has an
+            error, those before it, back to the last one without (`plugin_files.texts_in_force`).
         control_nodes: as in `Found`.
         without_control_nodes: families whose containers would lack a device node that they need,
             see `ControlNodes.trouble`.
@@ -101,13 +102,15 @@ async def look_at_node(
 
     Args:
         settings: what is asked for.
-        texts: file of a replaced plugin → those of its texts that count: of the ConfigMaps, and of
-            the last look at files on the node, also that of the agent before this one.
+        texts: file of a replaced plugin → those of its texts that count (see `Built.texts`): of the
+            ConfigMaps, and of the last look at files on the node, also that of the agent before
+            this one.
         libraries: isolation backend → its library, where a family uses it.
         origins: dotted path → where a setting came from.
         cdi: see `Found`.
         late: grants of families whose pods decide are bound late.
-        mps_view: where the agent sees the files of MPS control daemons.
+        mps_view: where the agent sees the files of MPS control daemons; by default where its
+            container has ``mps.root`` mounted.
     """
     control_nodes = await asyncio.to_thread(find_control_nodes, settings)
     found = dict(texts)

@@ -4,8 +4,8 @@ With ``plugin.passDeviceSpecs`` each answer to Allocate names device nodes by th
 node. The agent itself sees the node's file system under another path (``cdi.containerDriverRoot``),
 or only the device nodes that NVIDIA's runtime puts into the agent's own ``/dev``. NVIDIA's plugin
 looks into its own ``/dev`` alone, and leaves out what it does not find there (nvidia §7). But
-without the nodes in `_NEEDED` no CUDA program starts. So where one is missing, the agent withholds
-the resources.
+without the nodes in `_NEEDED` no CUDA program starts. So where one is missing, the agent does not
+offer the kubelet the resources whose containers would need it.
 
 The container runtime follows symbolic links. So a path counts only when the file there is itself a
 device node with one of NVIDIA's major numbers. No file is opened, because opening a FIFO could

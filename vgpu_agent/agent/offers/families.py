@@ -102,7 +102,8 @@ class FamiliesInForce:
         self.cautions: tuple[str, ...] = ()
         self.missing_libraries: Mapping[str, str] = {}
         self._node_labels: tuple[Callable[[Inventory], Mapping[str, str] | None], ...] = ()
-        # the control device nodes that the families were built with
+        # the control device nodes (``/dev/nvidiactl`` and others that all GPUs share) that the
+        # families were built with
         self._control_nodes = NONE_FOUND
         # resources that the last call of `_offer` could not offer
         self._refused: frozenset[str] = frozenset()
@@ -266,6 +267,7 @@ class FamiliesInForce:
             problems = unsupported or self._add(pod_family, inventory, offered, check_size=True)
             refused |= problems
             pod_families += [] if problems else [pod_family]
+        # ends the refusal of resources that can be offered now, or that no family has any more
         self._offering.accept(
             [*(resource.name for resource in offered), *self._refused.difference(refused)]
         )

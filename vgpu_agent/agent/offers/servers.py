@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from vgpu_agent.status import PluginStatus
 
 # How long after the end of a stream a busy kubelet may look for the client that it is to
-# disconnect. Nothing waits for this but the hand-over.
+# disconnect; it finds none where `Offering.unlink` works. Only the hand-over waits for this.
 UNLINK_SECONDS = 1.0
-# The longest time for the registrations that are to fail. A kubelet needs milliseconds; one that
-# needs longer than this must not delay the hand-over.
+# The longest time for the registrations that are to fail: each makes the kubelet forget its client,
+# so that it does not notice the end of the stream. A kubelet needs milliseconds; one that needs
+# longer than this must not delay the hand-over.
 _UNLINK_LIMIT_SECONDS = 5.0
 # The longest time until an agent whose successor is gone has registered again.
 _AGAIN_SECONDS = 3.0
@@ -105,7 +106,7 @@ class Offering:
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
         # each returns why a resource must not be served now; `sync` asks again
         self.gates: list[Callable[[Resource], Withheld | None]] = []
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # resource → why its family cannot offer it
         # what is odd about resources that are served all the same
         self.cautions: dict[str, str] = {}
 
@@ -218,8 +219,8 @@ class Offering:
 
     async def unlink(self, resources: Collection[str]) -> bool:
         """End the streams of ``resources`` so that the kubelet keeps the healthy ids, and tell
-        whether it does. The agent goes on answering calls. Nothing is offered anew before
-        `serve_again`.
+        whether it does: a registration that fails makes it forget its client before. The agent goes
+        on answering calls. Nothing is offered anew before `serve_again`.
 
         The streams of resources for which it does not work stay open until `hand_over`.
         """
@@ -298,6 +299,7 @@ class Offering:
             )
             self._supervisor.start(_task(name), plugin.run)
         served = {plugin.resource.family for plugin in self._plugins.values()}
+        # Families without a server get no turns: no returned GPU is offered to one of them alone.
         self._ledger.withhold({resource.family for resource in self._ledger.resources} - served)
 
     def _close(self) -> None:

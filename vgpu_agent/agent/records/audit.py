@@ -288,6 +288,7 @@ def _decider(grant: Grant) -> str:
     of the agent. A grant with ``decided_for``, the container that a decision was made for, is of a
     family whose pods decide.
     """
+    # `evidence`: sentences on how the owner was proven and on what decided the shares
     by = (text for text in grant.evidence if text.startswith(_DECIDED))
     return next(by, "" if grant.decided_for else _BY_KUBELET).removeprefix(_DECIDED)
 

@@ -50,8 +50,8 @@ class GrantKeeping:
             allocator: knows what should be there.
             ledger: knows the holders of ids.
             pod_cache: knows which pods there are.
-            container_directories: where each container has a directory of its own, or had one from
-                an earlier agent.
+            container_directories: where each container has a directory of its own, for the files
+                of an isolation backend, or had one from an earlier agent.
             shared_directories: where a plugin that a family replaces has made such directories,
                 among other things.
             pause_seconds: the longest pause between two looks.

@@ -244,6 +244,7 @@ class KubeletRecordsReader:
         if (last := self._checkpoint.last) is None:
             return None, frozenset()
         uids = {entry.pod_uid for entry in last.about(resource, ids)}
+        # `live`: None if it has ended
         had = self._starting_pods.name_of(uids.pop(), live=True) if len(uids) == 1 else None
         return had, last.containers_with(resource)
 

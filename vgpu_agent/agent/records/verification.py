@@ -132,8 +132,9 @@ class Verification:
         self.verified_at = 0.0
 
     async def rebuild(self) -> None:
-        """Read the records as at a start, when adopting a grant is no drift: before the first
-        registration, and again before names are offered that the agent could not read until then.
+        """Read the records as at a start, when it is no drift that the ledger lacks a grant:
+        before the first registration, and again before names are offered that the agent could not
+        read until then.
         """
         await self._verify(initial=True)
         self._journal.record(

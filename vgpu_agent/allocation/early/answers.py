@@ -50,9 +50,10 @@ class Evidence(msgspec.Struct, frozen=True):
     Attributes:
         key: the container that the ids are for.
         shares: what it should have.
-        expected: the right answers for it and for each container before it with the same ids.
-        answers: our answers to them as the kubelet keeps them; empty when its checkpoint cannot be
-            read.
+        expected: the right answers for it and for each container before it with the same ids, by
+            container name.
+        answers: our answers to them as the kubelet keeps them, by container name; empty when its
+            checkpoint cannot be read.
         elsewhere: the answers that the kubelet keeps for all other containers.
         has_init_requests: the pod has init containers that ask for the same resource.
     """

@@ -159,6 +159,7 @@ class EarlyBinding:
                 provision=provision,
                 remarks=decision.remarks,
             )
+        # `NOBODY`: resources that exist only for schedulers to count
         counted = [
             offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
         ]
@@ -188,7 +189,8 @@ class EarlyBinding:
                 count=len(ids),
                 node=self._context.node,
                 id_counts=existing,
-                admitted_up_to=self._answers.admitted_up_to,  # in the order of binds
+                # the last pod that got ids from the kubelet, in the order of binds
+                admitted_up_to=self._answers.admitted_up_to,
             )
             likely, left = likeliest(found, self._siblings), until - now()
             if likely is not None:

@@ -58,7 +58,7 @@ class AwsOptions(msgspec.Struct, frozen=True):
     Attributes:
         resource: the name.
         vgpus: how many containers share a GPU.
-        mps: a key of `_JOINING`.
+        mps: the way in which containers join MPS, a key of `_JOINING`.
         lists: how containers get their devices.
         paths: the directories that containers share with a daemon of ours; its pipe is in
             `isolation.mps.DEFAULT_PIPE_DIRECTORY`, where pods written for AWS's plugin expect it.
@@ -161,7 +161,7 @@ class AwsFamily:
         required: Sequence[str],
         size: int,
         inventory: Inventory,
-        neighbours: Neighbours = ALONE,
+        neighbours: Neighbours = ALONE,  # no other family on the node
     ) -> list[str]:
         """Choose ids of one GPU, the fullest with room (aws D7) among those of the lowest
         `Neighbours.rank` (GPUs that serve this family come first); if none has room, of as few as
@@ -273,7 +273,7 @@ def _join_host(
 _SHARING: Mapping[str, SharingMode] = {
     "none": SharingMode.TIME_SLICING,
     "host": SharingMode.MPS_OF_HOST,
-    "supervised": SharingMode.MPS,
+    "supervised": SharingMode.MPS,  # the agent runs the MPS control daemon
 }
 _JOINING: Mapping[str, Callable[[Resource, Sequence[str], Inventory, MpsOptions], Edits]] = {
     "none": _join_none,

@@ -1,5 +1,5 @@
 """The devices behind each of NVIDIA's resource names, before sharing: the MIG strategies and the
-patterns of the section ``resources``.
+patterns of the section ``resources``, which give GPUs and MIG profiles other resource names.
 
 Names and the table of what is valid are those of nvidia §3 and G1 to G7, without its defects. What
 cannot be offered under one name does not stop the other names. A MIG instance whose compute

@@ -132,7 +132,8 @@ class NvidiaFamily:
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
         """Choose by the policy that fits the resource (see `_policy`), among the GPUs of the lowest
-        ranks (`Neighbours.rank`: those that serve this family come first).
+        ranks (`Neighbours.rank`: those that serve this family come first, and those that serve
+        another family last).
 
         A policy for replicas that the operator has set counts before the ranks.
         """
@@ -170,7 +171,7 @@ class NvidiaFamily:
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """Return the edits that name the devices, by the list strategies; with MPS also those for a
-        client of its daemon.
+        client of its daemon. `answer_id` keeps apart the annotations of a container's resources.
         """
         found = [
             device
@@ -191,7 +192,7 @@ class NvidiaFamily:
 
     def _policy(self, resource: Resource) -> str:
         """Return the policy: units of memory on one device, well-connected whole GPUs (nvidia
-        §6.1), replicas as configured.
+        §6.1), replicas of iktos's fork spread, others as configured.
         """
         if resource.name in self._options.automatic:
             return ONE_GPU
@@ -216,7 +217,7 @@ class NvidiaFamily:
             return Share(uuid)
         mps, replicas = self._options.mps, offered.holders_of(uuid)
         # Without limits of its own a container has those of the daemon, which are for one replica,
-        # of the GPU with the most of them.
+        # of the GPU with the most of them. With `limits_in_containers` the daemon allows all of it.
         return Share(
             uuid,
             memory_mib=memory_share_mib(

@@ -149,7 +149,7 @@ _STRATEGIES = {
     SharingMode.NONE: "none",
     SharingMode.TIME_SLICING: "time-slicing",
     SharingMode.MPS: "mps",
-    SharingMode.MPS_OF_HOST: "mps",
+    SharingMode.MPS_OF_HOST: "mps",  # through an MPS daemon that others run
 }
 
 

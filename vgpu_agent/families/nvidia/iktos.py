@@ -18,7 +18,8 @@ from vgpu_agent.families.nvidia.resource_names import NVIDIA_DOMAIN, resource_na
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-AUTOMATIC: Final = -1  # one replica for each unit of the device's memory
+# one replica for each unit of the device's memory: 1 GiB or 1000 MiB (`iktos.automaticUnit`)
+AUTOMATIC: Final = -1
 _MAX_REPLICAS: Final = 2**31 - 1  # the replaced plugin reads an int32
 _ORIGINAL = re.compile(r"(gpu|mig-[0-9a-z][-0-9a-z.]*)\Z")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,10}\Z")

@@ -1,10 +1,10 @@
-"""The resources that a node offers under NVIDIA's names, with their ids, and the withheld ones with
-the reasons.
+"""The resources that a node offers under NVIDIA's names, with their ids, and those that are
+withheld (configured, and not offered) with the reasons.
 
 The input is the devices of each name (`devices`) and the sharing entries of the configuration. A
 `Resource` has whole devices, or replicas of all or some of them. Each device belongs to one
-resource only (nvidia G1–G16, D15; iktos K1–K9). A fault in one resource withholds only that one.
-Called by `family`; pure functions.
+resource only (nvidia G1–G16, D15; iktos K1–K9, for a fork of NVIDIA's plugin). A fault in one
+resource withholds only that one. Called by `family`; pure functions.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Plan:
     def __init__(self, options: NvidiaOptions, named: Named) -> None:
         self._options = options
         self._named = named
-        self._refused = dict(named.refused)
+        self._refused = dict(named.refused)  # resource → why it is withheld
         self._cautions = list(named.cautions)
         self._parts: dict[str, list[_Part]] = {}
         self._taken: dict[str, str] = {}  # UUID → resource of the first entry that names it
@@ -214,6 +214,7 @@ def _resource(name: str, members: Iterable[_Part], options: NvidiaOptions) -> Re
         holders_per_device=most,
         holders={} if len(set(counts)) < 2 else {part.device.uuid: part.replicas for part in parts},
         sharing=options.sharing if shared else SharingMode.NONE,
+        # named where there are too many ids; `automatic`: resources whose ids are units of memory
         ids_setting="iktos.resourceConfig" if name in options.automatic else "",
     )
 

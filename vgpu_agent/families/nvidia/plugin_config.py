@@ -180,7 +180,7 @@ class _Translator:
         if node.value is None:
             if not key.can_be_omitted_with:  # null means no value, as in JSON
                 return
-            # a list that must not be empty while its section is there
+            # a list that may only be missing together with its section, and must not be empty
             node = yaml.Node([], node.line)
         if key.items is not None:
             node = self._translate_items(path, key.items, node)

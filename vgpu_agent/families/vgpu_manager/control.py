@@ -60,7 +60,8 @@ def control_backend(
         cgroup_version=facts.cgroup_version,
         open_kernel_modules=options.open_kernel_modules,
         disable_variable=control.disable_variable,  # which pods may switch their limit off
-        sm_watcher=options.sm_watcher,
+        sm_watcher=options.sm_watcher,  # the agent measures compute for all containers
+        # containers keep account of memory that was spilled to the host
         tracks_virtual_memory=options.tracks_virtual_memory,
     )
 

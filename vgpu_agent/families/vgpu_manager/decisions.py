@@ -2,10 +2,10 @@
 check it against the pod's request and this node.
 
 The claim is in ``pre-allocated``, by the container's name, so neither the order in which pods were
-bound nor ``predicate-time`` decides anything (vgpu-manager §12.3). The container in question is
-known from the kubelet's records. ``real-allocated`` is written after a start, and no later start
-depends on it. Every user who may edit pods can write these annotations, so they never give more
-than the container's limits say. Called by `family`.
+bound nor ``predicate-time`` (the time of that claim) decides anything (vgpu-manager §12.3). The
+container in question is known from the kubelet's records. ``real-allocated`` is written after a
+start, and no later start depends on it. Every user who may edit pods can write these annotations,
+so they never give more than the container's limits say. Called by `family`.
 """
 
 from __future__ import annotations

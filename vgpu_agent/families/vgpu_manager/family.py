@@ -73,8 +73,9 @@ class VgpuManagerFamily:
     # -- offers ------------------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
-        """Return CERTAIN for the names in the configured domain, and for those in the default
-        domain, which may be in the kubelet's records from before a change of the configuration.
+        """Return CERTAIN (a name is this family's, whatever the ids are) for the names in the
+        configured domain, and for those in the default domain, which may be in the kubelet's
+        records from before a change of the configuration.
         """
         names = {
             name
@@ -93,7 +94,10 @@ class VgpuManagerFamily:
         return resources_of(inventory, self._options)
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """See `cautions_of` and `too_long_texts`."""
+        """Return a sentence for each list that is too long to be offered, for cards that the
+        isolation library cannot limit, and for each text that would not fit beside the Node's other
+        annotations.
+        """
         return (
             *cautions_of(inventory, self._options),
             *node_state.too_long_texts(inventory, self._options),
@@ -118,6 +122,7 @@ class VgpuManagerFamily:
         if claim is None:
             return self._place(question)
         by = f"the scheduler, in {self._options.keys.pre_allocated}"
+        # `disagreement`: the indices in the claim that do not belong to its UUIDs, in words
         return Decision(_shares(claim), by + disagreement(claim, question), by_scheduler=True)
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
@@ -211,6 +216,7 @@ class VgpuManagerFamily:
             driver_version=question.inventory.driver_version,
             cuda_version=question.inventory.cuda_version,
         )
+        # `answer_id`: a UUID that keeps CDI annotations of several resources of a container apart
         edits = edits_of(
             devices, options.lists, answer_id=answer_id(question.resource.name, question.ids)
         )

@@ -104,12 +104,16 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def memory_policy(self) -> str:
-        """``virtual`` or ``physical``: whether the node may have oversold its memory."""
+        """``virtual`` (only nodes that offer more memory than their cards have) or ``physical``
+        (only the others).
+        """
         return self._key("memory-scheduler-policy")
 
     @property
     def topology_mode(self) -> str:
-        """``none``, ``numa``, ``numa-strict``, ``link`` or ``link-strict``."""
+        """``none``, ``numa`` or ``link``: the cards of a container should be on one NUMA node, or
+        linked to each other; with ``numa-strict`` or ``link-strict`` they must.
+        """
         return self._key("device-topology-mode")
 
     @property
@@ -154,7 +158,7 @@ class Keys(msgspec.Struct, frozen=True):
     @property
     def predicate_time(self) -> str:
         """The time when the extender chose the node, in unix nanoseconds; or `pod_state.FINISHED`
-        once the pod has its shares or has failed.
+        (the largest signed 64-bit number) once the pod has its shares or has failed.
         """
         return self._key("predicate-time")
 

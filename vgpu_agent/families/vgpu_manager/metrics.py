@@ -52,7 +52,8 @@ def _build(readings: Readings) -> Iterator[_Row]:
 
 
 def _configuration(readings: Readings) -> Iterator[_Row]:
-    settings = readings.in_force  # the family's own, with the node configuration
+    # the family's own, with vgpu-manager's file of settings for each node
+    settings = readings.in_force
     if settings:
         values = (
             settings["device_split_count"],

@@ -154,7 +154,8 @@ def in_force(settings: Settings, facts: NodeFacts) -> NodeConfig:
     of the newest.
     """
     path = settings.section(VgpuManager).node_config_file
-    texts = facts.texts.get(FILE, ())  # those that count, oldest first
+    # oldest first: the newest, and while that has an error, those back to the last one without
+    texts = facts.texts.get(FILE, ())
     if not path:
         return NodeConfig()
     if not texts and FILE not in facts.unreadable:

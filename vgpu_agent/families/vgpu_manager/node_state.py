@@ -67,9 +67,10 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     stale = DesiredNode(capacity=_stale(view, options))
     if not inventory.numbered:  # no GPUs
         return cleanup(options).joined(stale)
-    # `keys.number` names the resource ``vgpu-number``, of which each card has several ids
+    # `keys.number` names the resource ``vgpu-number``, of which each card has several ids;
+    # `trouble`: why new containers get nothing of the card
     free = {room.device: not room.trouble for room in view.rooms.get(keys.number, ())}
-    never = withheld(inventory, options)
+    never = withheld(inventory, options)  # excluded, or not among those 16
 
     def is_healthy(gpu: Gpu) -> bool:
         if gpu.uuid in never:
@@ -93,8 +94,8 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
 
 def _stale(view: NodeView, options: VgpuManagerOptions) -> dict[str, None]:
     """Return the resources that the Node must not have, because the kubelet would keep them for
-    ever (vgpu-manager §2.2): ``vgpu-cores`` and ``vgpu-memory`` where their gate is off, and MIG
-    profiles without an instance.
+    ever (vgpu-manager §2.2): ``vgpu-cores`` and ``vgpu-memory`` where their feature gate is
+    off, and MIG profiles without an instance.
 
     Other plugins may offer instances by the same names, so those names are removed only where they
     are at 0. ``vgpu-number`` stays, at 0: where a Node lacks a resource, the kubelet starts pods
@@ -105,7 +106,7 @@ def _stale(view: NodeView, options: VgpuManagerOptions) -> dict[str, None]:
     gone = {
         name
         for name in (*node.capacity, *node.allocatable)
-        if name.startswith(keys.mig(""))
+        if name.startswith(keys.mig(""))  # without a profile: the beginning of the names
         and node.capacity.get(name, "0") == node.allocatable.get(name, "0") == "0"
     }
     return dict.fromkeys(sorted({keys.cores, keys.memory, *gone} - offered))

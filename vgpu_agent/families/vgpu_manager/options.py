@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class VgpuManagerOptions(msgspec.Struct, frozen=True):
-    """The settings by which this node offers its GPUs.
+    """The settings by which this node offers its GPUs. A name in brackets is the feature gate of
+    vgpu-manager's device plugin that sets the option.
 
     Attributes:
-        keys: the names in the configured domain.
+        keys: the names of resources, annotations and labels, in the configured domain.
         split: how many containers may share one GPU.
         cores_scaling: how many times a GPU's compute is offered.
         memory_scaling: how many times a GPU's memory is offered; above 1 containers may spill into

@@ -69,6 +69,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         CapacityError: there is no room, or none that the topology mode allows.
     """
     pod, keys = question.pod, options.keys
+    # `memory_factor`: MiB in one unit of the memory resource
     request = read_request(pod, container, keys, options.memory_factor)
     _refuse_other_memory_policy(pod, options)
     cards = {gpu.uuid: gpu for gpu in shared_gpus(question.inventory, options)}

@@ -52,7 +52,9 @@ def desired_pod(
     Args:
         pod: as the API server has it.
         grants: those of this family whose shares are decided, by container.
-        keys: the names.
+        keys: the names of the annotations and labels. ``pre_allocated`` has the claims as a
+            scheduler planned them, ``real_allocated`` those of the containers that have started,
+            and the label ``metrics_node`` the Node where the pod's use is measured.
         indices: UUID → the card's index on the node.
         failed: the pod will never start here.
     """

@@ -328,6 +328,7 @@ _FEW_REQUESTS = "the agent writes what has changed, and only that"
 _FINDS_CGROUP = "the agent finds a container's cgroup by itself, with either driver"
 
 
+# The value in force for a variable that is not followed, which is reported only where it differs.
 def _nothing_in_force(_: Settings) -> str:
     return ""
 

@@ -57,12 +57,14 @@ if TYPE_CHECKING:
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     section = settings.section(VgpuManager)  # without the node configuration
     if not settings.is_on(FAMILY):
+        # `idle`: the part that is not offered, whose ids containers may still hold
         return BuiltFamily(idle=(_instances(settings, section, facts.lists),))
     config = node_config.in_force(settings, facts)
     vgpu, plugin = config.applied_to(section), settings.plugin
     _, why_not = static_mig_strategy(settings, vgpu)
     # errors, and keys of the file that have no effect
     problems = [*config.problems, *config.notes]
+    # values that the settings of the whole agent do not allow
     problems += [f"{section.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
     problems += [f"{SECTION}.migStrategy: {why_not}"] if why_not else []
     # Where each grant has a CDI spec of its own, no NVIDIA runtime is needed, and a list strategy
@@ -81,9 +83,10 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         problems=tuple(problems),
         in_force=msgspec.structs.asdict(vgpu),
         origins=dict.fromkeys(config.own, node_config.FILE),  # attributes that the file sets
+        # why no pod may start now, e.g. because the library that limits its containers is missing
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
-        services=control.services,
+        services=control.services,  # of the agent, on which that library relies
         limits=library_limits(settings, options),
     )
 
@@ -114,6 +117,7 @@ def _vocabulary(keys: Keys) -> Vocabulary:
 
 
 def _renamed(settings: Settings) -> Vocabulary:
+    """Return the names under the domain that the operator has chosen."""
     return _vocabulary(Keys(settings.section(VgpuManager).domain))
 
 
@@ -183,7 +187,8 @@ SPEC = FamilySpec(
     annotations=_BY_DEFAULT.annotations,
     labels=_BY_DEFAULT.labels,
     # patterns of containers' variables: those whose text the family reads (the names have no
-    # metacharacters), and all that it has to know of
+    # metacharacters), and all that it has to know of, such as those by which a pod could evade its
+    # limits (`DECISIVE_VARIABLES`)
     values=f"{OVERSOLD}|{DISABLED}",
     variables=(
         f"CUDA_MEM_(LIMIT(_\\d{{1,2}})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL|{DECISIVE_VARIABLES}"

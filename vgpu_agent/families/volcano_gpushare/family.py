@@ -2,10 +2,10 @@
 Volcano's own device plugin offers them.
 
 Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a
-container gets its card and its budget, and nothing enforces them. The ids are only counted. A
-*unit* is one of what a limit counts: an amount of memory, or a card. The pod's card is in its
-annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that no GPU
-scheduler has placed.
+container gets its card and its budget of memory, and nothing enforces them. The ids are only
+counted. A *unit* is one of what a limit counts: an amount of memory, or a card. The pod's card is
+in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that
+no GPU scheduler has placed.
 
 The numbers of cards are those of NVML when all of them answered. A card that is lost keeps its
 number as long as this agent runs, so ids and annotations of running pods keep their meaning;
@@ -58,7 +58,8 @@ PREDICATE_TIME = "volcano.sh/predicate-time"  # when the card was chosen, in uni
 GPU_ASSIGNED = "volcano.sh/gpu-assigned"  # "true" once all but init containers have started
 # of the Node: the numbers of the cards that schedulers must not use
 UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
-NODE_LOCK = "gpu"  # the annotation of the Node by which a scheduler locks it, see `node_lock`
+# of the Node: while it is there, schedulers bind no other pod to the Node
+NODE_LOCK = "gpu"
 
 _ANEW = "delete the pod so that it is scheduled anew"
 _SHOWN_CHARACTERS = 60  # of an annotation in an error
@@ -294,8 +295,8 @@ class VolcanoGpushareFamily:
         return DesiredPod(desired_state)
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Leave no card for a scheduler to choose. The kubelet itself sets the offered resource to
-        0 when the plugin is gone.
+        """Leave no card for a scheduler to choose when the agent leaves the node for good. The
+        kubelet itself sets the offered resource to 0 when the plugin is gone.
         """
         del now
         capacity = (
@@ -453,6 +454,7 @@ class VolcanoGpushareFamily:
         else:
             if len(set(indices)) < len(indices):
                 raise RequestRefusedError(f"{where}, which names a GPU twice; {_ANEW}")
+            # the place of the container's first card among those of the pod
             first = first_units(question.pod, self._resource_name)[question.container]
             chosen = indices[first : first + len(question.ids)]
             if len(chosen) < len(question.ids):
@@ -475,7 +477,7 @@ class VolcanoGpushareFamily:
         gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
         here = [
             share.device
-            for shares in question.siblings.values()
+            for shares in question.siblings.values()  # of the pod's other containers
             for share in shares
             if share.device in gpus
         ]

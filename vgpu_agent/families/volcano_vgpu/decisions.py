@@ -261,6 +261,7 @@ def _require_within_request(
     pod: Pod, container: str, assigned: Assigned, request: ContainerRequest, offer: Offer
 ) -> None:
     """Require that the decision gives no more than the limits ask for."""
+    # a percentage rounded up, as some schedulers do
     most = request.most_units_on(offer.units[assigned.gpu])
     if assigned.memory_units > most or not 0 <= assigned.cores_percent <= request.cores_percent:
         problem = (

@@ -89,8 +89,9 @@ class VolcanoVgpuFamily:
     # -- offers ------------------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
-        """Return CERTAIN for the configured resource names, and for the default names, which may be
-        in the kubelet's records from before a change of the configuration.
+        """Return CERTAIN (a name is this family's, whatever the ids are) for the configured
+        resource names, and for the default names, which may be in the kubelet's records from before
+        a change of the configuration.
         """
         names = {*msgspec.structs.astuple(self._options.names), *msgspec.structs.astuple(Names())}
         return Ownership.CERTAIN if resource in names else Ownership.NONE
@@ -180,7 +181,7 @@ class VolcanoVgpuFamily:
             demand,
             policy=self._options.policy,
             refused=self._refused_gpus(question),
-            neighbours=question.neighbours,
+            neighbours=question.neighbours,  # which GPUs other families have or may use
         )
         shares = tuple(
             Share(room.device, memory_mib(room), request.cores_percent) for room in chosen
@@ -236,6 +237,7 @@ class VolcanoVgpuFamily:
             limit_cores=self._options.limit_cores,
             unit_mib=self._factor or 1,
         )
+        # `answer_id`: a UUID that keeps CDI annotations of several resources of a container apart
         edits = edits_of(
             devices, self._options.lists, answer_id=answer_id(question.resource.name, question.ids)
         )
@@ -269,7 +271,8 @@ class VolcanoVgpuFamily:
     def desired_node(self, view: NodeView) -> DesiredNode:
         """Return the register annotation (volcano-vgpu G1), the answer to a handshake (an
         annotation in which old schedulers ask whether the device plugin is alive), the removal of a
-        stale lock, and two labels for operators.
+        stale lock (an annotation with which a scheduler keeps other pods from being bound
+        meanwhile), and two labels for operators.
 
         The register annotation shows a GPU as full if the GPU is unhealthy, serves another family,
         or has a resource that is not offered now.

@@ -297,7 +297,7 @@ def merge_texts(texts: Sequence[str], read: Callable[[str], Overlay]) -> Overlay
     newer one is wrong.
 
     Args:
-        texts: oldest first, see `plugin_files.texts_in_force`.
+        texts: the last text without an error and those after it, oldest first.
         read: makes an overlay of one text.
     """
     overlay = Overlay()

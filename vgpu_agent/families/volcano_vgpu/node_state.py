@@ -1,5 +1,6 @@
 """The desired state of our Node for Volcano's schedulers:
-register annotation (the list of GPUs), handshake, name of their lock (see `node_lock`).
+register annotation (the list of GPUs), handshake, and the name of their lock (an annotation with
+which a scheduler keeps others from binding pods to the node; `node_lock` releases it).
 
 All are expressed as desired state; `cluster` writes the difference. Schedulers of every version are
 served at once. New ones read the register annotation only. Old ones also want their *handshake*
@@ -46,9 +47,9 @@ def register_text(
     """The register annotation: one entry for each GPU, in the order of ``gpus``, which is the order
     in which schedulers count (volcano-vgpu §2.1).
 
-    ``units`` has the memory of each GPU in units of the memory resource, and ``split`` is the
-    number of containers that may share one GPU. Every entry has the same ``mode``, and schedulers
-    read that of the last one.
+    ``units`` has the memory of each GPU in units of the memory resource, ``split`` is the number of
+    containers that may share one GPU, and ``available`` says by UUID which GPUs new containers may
+    get. Every entry has the same ``mode``, and schedulers read that of the last one.
 
     A GPU that must not be given away is announced with count 0: schedulers read the health and
     ignore it, while a count of 0 keeps new pods off and the accounting of the old ones right

@@ -178,6 +178,7 @@ def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu,
 def offer_of(inventory: Inventory, options: VolcanoVgpuOptions) -> Offer:
     """The unit of memory, and each GPU's memory in it."""
     gpus = shared_gpus(inventory, options)
+    # where even `LARGEST_FACTOR`, the limit of the settings, makes the list too long, it is refused
     factor = options.factor or _fitting_factor(gpus, options) or LARGEST_FACTOR
     return Offer(
         options.names,

@@ -39,8 +39,11 @@ class Assigned(msgspec.Struct, frozen=True):
     """One GPU of one container.
 
     Attributes:
-        device: UUID of the GPU; of a MIG instance ``<UUID>[<group>-<position>]``.
-        memory_units: in units of the memory factor; as written, so perhaps negative.
+        device: UUID of the GPU; of a MIG instance ``<UUID>[<group>-<position>]``: the UUID of its
+            GPU, one of the divisions that the scheduler knows for the GPU's model, and a place in
+            it.
+        memory_units: in the node's units, of as many MiB as its memory factor says; as written, so
+            perhaps negative.
         cores_percent: as written.
     """
 

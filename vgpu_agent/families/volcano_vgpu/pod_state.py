@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PHASE = "volcano.sh/bind-phase"
 TIME = "volcano.sh/vgpu-time"  # when the GPUs were decided, in unix seconds; `NEVER` at the end
-BIND_TIME = "volcano.sh/bind-time"
+BIND_TIME = "volcano.sh/bind-time"  # written with the decision, in unix seconds; never read
 ALLOCATING = "allocating"
 SUCCESS = "success"
 FAILED = "failed"
@@ -60,7 +60,7 @@ def desired_annotations(
             else {}
         )
     else:
-        asking = names.asking(pod)
+        asking = names.asking(pod)  # the containers that ask for GPUs, in the order of segments
         segments = _segments(
             pod,
             asking,

@@ -77,7 +77,7 @@ class VolcanoScheduling:
 
     @property
     def role_label(self) -> str:
-        """Empty: Volcano has no label for this."""
+        """Empty: Volcano has no label that says which of several extenders leads."""
         return ""
 
     @property
@@ -99,7 +99,9 @@ class VolcanoScheduling:
         )
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
-        """See `SchedulingFamily`; volcano-vgpu §2."""
+        """See `SchedulingFamily`; volcano-vgpu §2. ``slots`` is the Node's allocatable number of
+        `number_resource`.
+        """
         if slots <= 0:
             return Unfit(Reason.NodeNotVGPUEnabled)
         text = annotations.get(REGISTER, "")
@@ -118,6 +120,7 @@ class VolcanoScheduling:
         if len(set(uuids)) < len(uuids) or not all(uuids):
             return Unfit(Reason.NodeBadVGPURegister, "two cards have one UUID, or one has none")
         cards = [_card(piece) for piece in pieces]
+        # the factor from a request's units to a card's: here both are the Node's units
         return NodeCards(Hardware(tuple(cards), memory_factor=1, is_oversold=False), uuids)
 
     def read_demand(self, pod: Pod) -> PodDemand | None:
@@ -177,10 +180,10 @@ class VolcanoScheduling:
         return None
 
     def read_holding(self, pod: Pod) -> Holding | None:
-        """See `SchedulingFamily`. Only the annotation `DECISION` counts, which schedulers write
-        once, and only of bound pods (volcano-vgpu §8). It counts up to as many segments (the parts
-        of the annotation, one for each container) as containers ask for cards: any user can write
-        more, and the kubelet gives other containers no device.
+        """See `SchedulingFamily`. Only the annotation `DECISION` counts, the chosen cards, which
+        schedulers write once, and only of bound pods (volcano-vgpu §8). It counts up to as many
+        segments (the parts of the annotation, one for each container) as containers ask for cards:
+        any user can write more, and the kubelet gives other containers no device.
         """
         text = pod.annotations.get(DECISION, "")
         asking = len(self._names.asking(pod))
@@ -216,8 +219,8 @@ class VolcanoScheduling:
                 NODE: holding.node,
                 TIME: seconds,
                 DECISION: devices,
-                TO_ALLOCATE: devices,
-                PHASE: ALLOCATING,
+                TO_ALLOCATE: devices,  # the part of it that has no shares yet: all
+                PHASE: ALLOCATING,  # how far the start has come
                 BIND_TIME: seconds,
             },
             labels={},

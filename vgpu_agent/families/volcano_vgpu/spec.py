@@ -94,7 +94,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     options = VolcanoVgpuOptions.from_settings(
         settings,
         vgpu,
-        lists=facts.pod_lists,  # how containers get their devices, see `NodeFacts`
+        # how containers get their devices: by a variable, mounts, device nodes or CDI names
+        lists=facts.pod_lists,
         node_config=files.node_config,
         geometries=files.device_config.geometries if files.device_config else (),
     )
@@ -156,6 +157,7 @@ def _files(settings: Settings, facts: NodeFacts) -> _Files:
     problems: list[str] = []
     origins: dict[str, str] = {}
     vgpu, device_config, node_config = settings.section(VolcanoVgpu), None, None
+    # the last valid text of the file, and invalid ones after it, whose correct parts count
     if texts := facts.texts.get(DEVICE_CONFIG):
         device_config = merge_texts(texts, read_device_config)
         prefix = "volcanoVgpu."
@@ -211,6 +213,7 @@ def _node_config_path(settings: Settings) -> str:
 
 def _limits(vgpu: VolcanoVgpu) -> LibraryLimits:
     return LibraryLimits(
+        # why the library limits nothing; empty where it does
         missing="" if vgpu.isolation == HAMI_CORE else "volcanoVgpu.isolation is none",
         cores=not vgpu.disable_core_limit,
         oversubscribed=max(vgpu.device_memory_scaling, vgpu.device_core_scaling) > 1,

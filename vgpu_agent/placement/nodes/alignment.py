@@ -230,9 +230,9 @@ def too_far(book: Book, demand: Demand, names: Iterable[str], peers: Collection[
 def survey_aligned(
     book: Book, demand: Demand, peers: Collection[str], named: Iterable[Reason] = ()
 ) -> Survey:
-    """Compare a demand with all Nodes as `Book.survey` does, and also check the nearness to
-    peers. ``named`` are the reasons of the Nodes that the scheduler has named; they are the answer
-    for a demand that names cards by UUID.
+    """Compare a demand with all Nodes as `Book.survey` does: tell whether a Node may take the pod,
+    and why the others cannot. Also check the nearness to peers. ``named`` are the reasons of the
+    Nodes that the scheduler has named; they are the answer for a demand that names cards by UUID.
     """
     found = book.survey(demand, named)
     # A demand that names cards by UUID would have to be compared with each Node, which takes long.

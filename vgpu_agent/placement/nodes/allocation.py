@@ -39,7 +39,8 @@ Amounts = tuple[int, int, int]
 NOTHING: Amounts = (0, 0, 0)
 
 _KINDS = tuple(ContainerKind)  # iterating an enum is slow
-# `Candidate.rank`, the same for all cards: the families that they serve are not known here.
+# `Candidate.rank`, the same for all cards: the families that they serve are not known here. Any
+# rank will do but `OTHERS`, that of cards that other families have, which come last.
 _RANK = OTHERS - 1
 
 

@@ -173,7 +173,8 @@ class _Node:
     __slots__ = ("footprints", "holdings", "note", "rails", "state", "states", "unfit", "uuids")
 
     def __init__(self) -> None:
-        self.unfit, self.note = Reason.NodeCacheMiss, ""  # until the Node is described
+        # `NodeCacheMiss`: the Node is not described (yet)
+        self.unfit, self.note = Reason.NodeCacheMiss, ""
         self.uuids: tuple[str, ...] = ()
         self.rails: tuple[str, ...] = ()
         self.holdings: Mapping[str, Holding] = {}  # replaced, never changed: views have it
@@ -359,7 +360,7 @@ class Book:
                 return False
             card, (slots, memory, cores) = state.hardware.cards[number], state.taken[number]
             if (
-                card.blocked is not None
+                card.blocked is not None  # no new container may get a share of it
                 or slots > card.slots
                 or memory > card.memory_mib
                 or cores > card.cores_percent

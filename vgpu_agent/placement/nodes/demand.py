@@ -60,7 +60,8 @@ class Demand(msgspec.Struct, frozen=True, cache_hash=True):
         types_match_substrings: ``A10`` among these words also matches ``A100``, as in vgpu-manager.
         include_uuids: a card's UUID must contain one of these texts, if there are any.
         exclude_uuids: it must contain none of these.
-        aligned: the pod is to be placed near its peers (`alignment`).
+        aligned: the pod is to be placed near its peers: on cards with NVLinks to theirs or, on
+            other Nodes, on the same network rails (`alignment`).
     """
 
     containers: tuple[ContainerDemand, ...]

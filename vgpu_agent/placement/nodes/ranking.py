@@ -47,7 +47,9 @@ def rank(
 
 @functools.lru_cache(maxsize=256)  # of the largest Nodes each keeps half a megabyte
 def _fitness(hardware: Hardware, mode: str, cards: int) -> int:
-    """Return how well the Node's cards, also those in use, suit the topology mode."""
+    """Return how well the Node's cards, also those in use, suit the topology mode, which asks for
+    cards of one NUMA node or with good links; ``cards`` is the most that a container wants.
+    """
     if mode in {NUMA, NUMA_STRICT}:
         nodes = [card.numa for card in hardware.cards if card.numa is not None]
         if any(nodes.count(numa) >= cards for numa in nodes):

@@ -54,7 +54,8 @@ class Victim(msgspec.Struct, frozen=True):
         facts: the facts about it; None where the watch has not shown it.
         footprint: card → the amounts that it takes of it; empty where it holds nothing.
         protected: why it must not be preempted; empty where it may be.
-        near: it is on cards near the peers of the preemptor (`alignment`).
+        near: it is on cards near the peers of the preemptor: with NVLinks to theirs or, if the
+            peers are on other Nodes, on the same network rails (`alignment`).
     """
 
     uid: str
@@ -209,7 +210,7 @@ def choose_victims(
         proposed: kube-scheduler's victims; without them the pod fits for it.
         others: pods that may be added; protected ones are skipped.
         preemptor: the facts about the pod that needs room.
-        budgets: those of the cluster.
+        budgets: the disruption budgets of the cluster.
         is_counted: whether kube-scheduler counts a resource on this Node.
     """
     for victim in proposed:

@@ -58,7 +58,7 @@ class ApiServer:
     Attributes:
         requests: every request that could be parsed, since the start or since a test cleared the
             list.
-        faults: the faults to come; see `sim.api.faults`.
+        faults: the faults to come, each for the next request that it matches.
         tokens: the bearer tokens that are accepted; empty accepts every client.
         denied: the rights, (verb, resource), that a SelfSubjectAccessReview denies. Requests are
             carried out all the same.

@@ -41,8 +41,8 @@ _KINDS = (
 )
 # Nodes that have no agent yet, and one whose annotation is cut off
 _NEW, _TORN = ("new-00", "new-01"), "torn-00"
-_TRAINING, _INFERENCE = 17, 50
-_SHOWN = "infer-042"
+_TRAINING, _INFERENCE = 17, 50  # numbers of pods
+_SHOWN = "infer-042"  # the pod whose annotations are shown
 # What the pod that has to wait asks for, of A100s, which have 40 % left.
 _BIG = {_NUMBER: 4, _CORES: 60, _MEMORY: 20_000}
 _SECONDS = 30.0

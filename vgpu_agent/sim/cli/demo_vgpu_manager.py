@@ -52,7 +52,7 @@ vgpuControl:
 
 
 async def play_vgpu_manager(directory: Path, narrator: Narrator) -> None:
-    """Play the story below ``directory``, which must have a short path.
+    """Play the story below ``directory``, which must have a short path: sockets are in it.
 
     Raises:
         AgentError: a check failed; the message holds the agent's last lines.

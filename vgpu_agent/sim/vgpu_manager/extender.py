@@ -182,6 +182,7 @@ class VgpuExtender:
         annotations = resources.annotations_of(pod)
         planned = annotations.get(keys("predicate-node"), "")
         claim = formats.read_claims(annotations.get(keys("pre-allocated"), ""))
+        # the pod asks for cards, and its claim of an earlier filtering still counts
         if asked.names and planned and claim and holds_claim(pod, keys, now):
             return _Chosen(node=planned)
         others = [other for uid, other in pods.items() if uid != pod["metadata"]["uid"]]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # After this time the claims of a pod that is not bound, and was refused before, count no more.
 STUCK_SECONDS = 30.0
-MAX_CARDS = 16
+MAX_CARDS = 16  # that one container may ask for
 _WHOLE_CORES = 100  # percent, for a request without cores and memory
 _ANNOTATIONS = ("device-register", "config-info")
 

@@ -1,11 +1,11 @@
 """The annotations of nodes and pods that Volcano's scheduler reads and writes, as the simulated
 scheduler implements them.
 
-Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families read and write
-the same formats from the other end. Nothing is shared with them, so that a misreading on one side
-shows as a failing test and not as agreement. A node's memory unit is a number of MiB, which its
-device plugin's setting ``gpu-memory-factor`` gives. Source of every format: volcano-vgpu §2 and §3,
-volcano-gpushare §2 and §3.
+Called by the simulated scheduler's accounts of a node's cards (`ledger`, `gpushare`) and by
+`scheduler`. The agent's families read and write the same formats from the other end. Nothing is
+shared with them, so that a misreading on one side shows as a failing test and not as agreement. A
+node's memory unit is a number of MiB, which its device plugin's setting ``gpu-memory-factor``
+gives. Source of every format: volcano-vgpu §2 and §3, volcano-gpushare §2 and §3.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REGISTER = "volcano.sh/node-vgpu-register"
+# A scheduler writes ``Requesting_<time>``, and the node's device plugin replaces it while it lives.
 HANDSHAKE = "volcano.sh/node-vgpu-handshake"
 VGPU_LOCK = "hamivgpu"  # the annotation by which the scheduler locks a node; its value is a time
 GPUSHARE_LOCK = "gpu"  # the same for GPU share
-UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
+UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"  # indices of cards that get no more pods
 
 VGPU_NODE = "volcano.sh/vgpu-node"
-VGPU_TIME = "volcano.sh/vgpu-time"
-VGPU_IDS = "volcano.sh/vgpu-ids-new"
-DEVICES_TO_ALLOCATE = "volcano.sh/devices-to-allocate"
+VGPU_TIME = "volcano.sh/vgpu-time"  # when the cards were chosen, in unix seconds
+VGPU_IDS = "volcano.sh/vgpu-ids-new"  # the cards of each container, see `format_claims`
+DEVICES_TO_ALLOCATE = "volcano.sh/devices-to-allocate"  # those of containers not started yet
 BIND_PHASE = "volcano.sh/bind-phase"
 BIND_TIME = "volcano.sh/bind-time"
 GPU_INDEX = "volcano.sh/gpu-index"
-PREDICATE_TIME = "volcano.sh/predicate-time"
+PREDICATE_TIME = "volcano.sh/predicate-time"  # of GPU share: when the card was chosen, in ns
 
 GROUP_NAME = "scheduling.k8s.io/group-name"
 GROUP_MIN_MEMBER = "scheduling.volcano.sh/group-min-member"

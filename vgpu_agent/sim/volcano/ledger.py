@@ -205,7 +205,9 @@ class VgpuLedger:
 
     @staticmethod
     def needs_lock(pod: Object) -> bool:
-        """Tell whether a node lock is taken for the pod, where locks are on."""
+        """Tell whether the scheduler locks the node for the pod, by an annotation, where locks are
+        on.
+        """
         return bool(asks(pod))
 
     def place(self, pod: Object, now: float) -> Placed | None:

@@ -1,8 +1,9 @@
 """Plain resource arithmetic of the simulated Volcano scheduler: what pods ask for, what a node has
 left, and where a pod may go at all.
 
-Called by `node` and by the device ledgers. Objects are the API's JSON. It has only what
-volcano-vgpu and volcano-gpushare need: taints, affinities and ports are ignored.
+Called by `node`, and by the scheduler's accounts of each node's cards (`ledger`, `gpushare`).
+Objects are the API's JSON. It has only what volcano-vgpu and volcano-gpushare need: taints,
+affinities and ports are ignored.
 """
 
 from __future__ import annotations

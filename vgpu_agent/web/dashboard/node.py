@@ -49,7 +49,9 @@ _PARTS = {ProblemKind.LEDGER: "kubelet's records", ProblemKind.TASK: "agent"}
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """One share of a GPU and its grant; ``memory_mib`` is 0 where nothing limits it."""
+    """One share of a GPU and its grant; ``memory_mib`` is 0 where nothing limits it, ``place`` is
+    the share's position in the grant.
+    """
 
     grant: Grant
     share: Share
@@ -475,7 +477,7 @@ def _resources(status: AgentStatus) -> dict[str, str]:
         for place, plugin in enumerate(status.plugins)
     }
     for family in status.binding.families:
-        if not family.offered and not family.idle:
+        if not family.offered and not family.idle:  # idle: the node has no device for it
             items[f"f-{family.name}"] = (
                 f"<b>resources of {family.name}</b> {_pill(Mood.BAD, 'not offered')} "
                 f"{_reason(family.trouble)}"

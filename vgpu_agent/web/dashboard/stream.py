@@ -41,15 +41,16 @@ _MAX_WAITING_BYTES = 16 * 1024
 _MAX_KEPT_CHANGES = 16
 _RECONNECT_MILLISECONDS = 3000
 _NUMBER = re.compile(r"\d{1,12}\Z", re.ASCII)
+# tells the page that there are too many viewers, so that it connects again later than usual
 _FULL = b"event: full\ndata: \n\n"
 
 
 class Dashboard:
     """The page as it was rendered last.
 
-    State: its parts, their version, and the version in which each of them changed last; the HTML
-    and the changes that were asked for since. Versions have a random beginning, so that those of an
-    earlier process mean nothing.
+    State: its parts (pieces of HTML, by their ids), their version, and the version in which each of
+    them changed last; the HTML and the changes that were asked for since. Versions have a random
+    beginning, so that those of an earlier process mean nothing.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def build(options: AdmissionOptions) -> VgpuManagerAdmission:
 
 
 class VgpuManagerAdmission:
-    """See `AdmissionFamily`; no state of its own."""
+    """The changes to new pods by vgpu-manager's rules, and the refusals; no state of its own."""
 
     def __init__(self, keys: Keys, options: AdmissionOptions) -> None:
         self._keys, self._options = keys, options
@@ -232,7 +232,7 @@ class VgpuManagerAdmission:
         """
         # the allocatable slots do not matter here, so any number above 0 will do
         found = read_cards(node_annotations, slots=1, keys=self._keys)
-        if isinstance(found, Unfit):
+        if isinstance(found, Unfit):  # why the Node can take no pod, e.g. no annotation of cards
             return LargestNode()
         hardware = found.hardware
         return LargestNode(

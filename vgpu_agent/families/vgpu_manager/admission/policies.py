@@ -59,18 +59,21 @@ class Rule(msgspec.Struct, frozen=True):
 
 def rules(keys: Keys) -> Mapping[str, Rule]:
     """Return the rules by annotation."""
-    policy = _one_of(*POLICIES, NONE)
+    policy = _one_of(*POLICIES, NONE)  # binpack, spread or none
     return {
         keys.node_policy: policy,
         keys.device_policy: policy,
+        # virtual: only Nodes that offer more memory than their cards have; physical: only others
         keys.memory_policy: Rule(
             (VIRTUAL, PHYSICAL),
             lambda low: low.startswith(("virt", "phy")),
             f"{VIRTUAL} or {PHYSICAL}",
         ),
+        # whether the cards of a container should be on one NUMA node, or linked; or must (strict)
         keys.topology_mode: _one_of(*MODES, NONE),
         # whether the links to the cards of the other pods of a group count, too
         keys.cross_pod: _one_of(*_SWITCH),
+        # whether a container may get more than its share of the compute
         keys.compute_policy: _one_of(*(policy.value for policy in ComputePolicy)),
         # the time for which cards are kept for the pod before it is bound
         keys.stuck_grace: Rule(

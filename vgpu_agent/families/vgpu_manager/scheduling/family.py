@@ -29,7 +29,7 @@ ROLE_LABEL = "vgpu-manager.io/scheduler-role"  # says which of several extenders
 
 
 class VgpuManagerScheduling:
-    """See `SchedulingFamily`; no state of its own."""
+    """The reader and writer of vgpu-manager's annotations and labels; no state of its own."""
 
     def __init__(self, keys: Keys, options: SchedulingOptions = DEFAULTS) -> None:
         """Build it; the keys have their domain already."""
@@ -37,12 +37,12 @@ class VgpuManagerScheduling:
 
     @property
     def number_resource(self) -> str:
-        """See `SchedulingFamily`."""
+        """The resource for the number of cards; a Node has one for each slot of its cards."""
         return self._keys.number
 
     @property
     def pod_keys(self) -> PodKeys:
-        """See `SchedulingFamily`."""
+        """The annotations, labels and resources of pods that are read and written."""
         keys = self._keys
         return PodKeys(
             (*keys.state_annotations, *keys.user_annotations),
@@ -52,12 +52,12 @@ class VgpuManagerScheduling:
 
     @property
     def role_label(self) -> str:
-        """See `SchedulingFamily`; vgpu-manager §1.3."""
+        """The label that says which of several extenders leads (vgpu-manager §1.3)."""
         return ROLE_LABEL
 
     @property
     def key_names(self) -> KeyNames:
-        """See `SchedulingFamily`."""
+        """The names of resources and annotations in explanations."""
         keys = self._keys
         return KeyNames(
             number=keys.number,
@@ -74,15 +74,15 @@ class VgpuManagerScheduling:
         )
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
-        """See `SchedulingFamily`."""
+        """Return the cards of a Node that has ``slots`` allocatable, or why it can take no pod."""
         return read_cards(annotations, slots, self._keys)
 
     def read_demand(self, pod: Pod) -> PodDemand | None:
-        """See `SchedulingFamily`."""
+        """Return the demand of a pod; None if it asks for no cards."""
         return read_demand(pod, self._keys, self._options)
 
     def misspelt(self, pod: Pod) -> Sequence[str]:
-        """See `SchedulingFamily`."""
+        """Return a sentence for each policy of a pod whose word means nothing."""
         return misspelt(pod, self._keys)
 
     def grace_seconds(self, pod: Pod) -> float | None:
@@ -90,7 +90,7 @@ class VgpuManagerScheduling:
         return grace_seconds(pod, self._keys)
 
     def read_holding(self, pod: Pod) -> Holding | None:
-        """See `SchedulingFamily`."""
+        """Return the cards that a bound pod holds by its annotations; None if there are none."""
         return holding_of(pod, self._keys)
 
     def when_bound(

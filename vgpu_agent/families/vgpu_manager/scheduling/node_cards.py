@@ -49,7 +49,7 @@ class _Entry(msgspec.Struct):
 class _Config(msgspec.Struct, rename="camel"):
     """``node-config-info``."""
 
-    device_split: Annotated[int, msgspec.Meta(ge=0, le=10_000)]
+    device_split: Annotated[int, msgspec.Meta(ge=0, le=10_000)]  # containers that may share a card
     memory_factor: int  # MiB in one unit of a pod's request
     memory_scaling: Annotated[float, msgspec.Meta(ge=0, le=1000)]
 

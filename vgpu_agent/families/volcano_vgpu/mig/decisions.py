@@ -62,7 +62,7 @@ def followed(
     Args:
         question: the container with its pod, and who holds which device (``taken``).
         segment: the scheduler's decision, checked against the pod's limits.
-        known: the geometries.
+        known: the groups of each model of GPU.
         factor: MiB in one unit of memory.
 
     Raises:
@@ -145,7 +145,7 @@ def placed(
         question: the container with its pod, ids and what each GPU has left.
         wanted_mib: GPU → memory asked for.
         unwanted: GPU → why the container must not have it; empty where it may.
-        known: the geometries.
+        known: the groups of each model of GPU.
 
     Raises:
         CapacityError: too few GPUs have such an instance, or can be divided for it; the text

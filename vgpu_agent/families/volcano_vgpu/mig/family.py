@@ -86,7 +86,8 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         for GPUs that can be divided.
 
         Raises:
-            OfferError: see `resources_of`.
+            OfferError: a list of ids is too long for the kubelet, or no division of any of the GPUs
+                is known.
         """
         self._inventory = inventory
         return super().resources(inventory)
@@ -98,11 +99,13 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         without one, look for an instance.
         """
         offer = offer_of(question.inventory, self._options)
+        # the container's part of the annotation with the decision
         segment = decided_segment(question, offer)
         if segment is not None:
             return followed(question, segment, self._options.geometries, offer.factor)
-        self._require_mode(question.pod)
+        self._require_mode(question.pod)  # an annotation may ask for the other operating mode
         request = read_request(question.pod, requesting_container(question), self._options.names)
+        # `units`: the memory of each GPU, in units of `factor` MiB
         wanted_mib = {
             gpu: max(1, request.units_on(units)) * offer.factor
             for gpu, units in offer.units.items()

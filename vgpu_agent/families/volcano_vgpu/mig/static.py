@@ -32,7 +32,7 @@ class StaticMigOptions(msgspec.Struct, frozen=True):
         strategy: `SINGLE` or `MIXED`.
         prefix: ``volcano.sh``, or ``nvidia.com`` as up to 1.11.
         hidden_uuids: GPUs that are not offered.
-        hidden_indices: the same, by number (`Inventory.numbered`).
+        hidden_indices: the same, by index; a GPU keeps its number when one before it is lost.
         lists: how containers get their devices.
     """
 
@@ -60,7 +60,7 @@ class VolcanoStaticMigFamily(MigInstancesFamily):
         return Ownership.CERTAIN if ours else Ownership.NONE
 
     def resource_name(self, instance: MigInstance) -> str:
-        """See `MigInstancesFamily`."""
+        """Return the resource that offers the instance."""
         if self._options.strategy == SINGLE:
             return self._single_name
         return f"{self._options.prefix}/mig-{instance.profile.replace('+', '.')}"
