@@ -21,7 +21,8 @@ CERTIFICATE_SECONDS = 5.0
 class Certificate:
     """The TLS context of a certificate that may be renewed while it is served.
 
-    State: the context, and the versions of both files that it was loaded from.
+    State: the context that is served, the one of the newest valid certificate, and the versions of
+    both files that this one was loaded from.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Certificate:
         self._trouble = ""
         try:
             self._version = self._file_versions()
-            self._context = self._load()
+            self._context = self._newest = self._load()
         except (OSError, ValueError) as err:
             files = " and ".join(map(str, self._files))
             if isinstance(err, FileNotFoundError) and err.filename:
@@ -64,6 +65,9 @@ class Certificate:
                 f"cannot serve {listen} with TLS: {reason}; mount a certificate with its "
                 f"key in PEM, as {flags} name them"
             ) from err
+        # For each connection, with or without a name. Loading the files into the context that is
+        # served would make connections fail that begin between its certificate and its key.
+        self._context.sni_callback = self._use_newest
 
     async def context(self) -> ssl.SSLContext:
         """Return the context after checking the files for a renewed certificate. The object is
@@ -80,8 +84,7 @@ class Certificate:
         try:
             version = self._file_versions()
             if version != self._version:
-                self._load()  # tried first: a wrong key would leave the context without one
-                self._context.load_cert_chain(*self._files)
+                self._newest = self._load()
                 self._version = version
                 _logger.info("web.certificate_renewed", file=str(self._files[0]))
             self._trouble = ""
@@ -94,6 +97,9 @@ class Certificate:
                     error=str(err),
                     remedy="the one before stays in use; mount a certificate with its key",
                 )
+
+    def _use_newest(self, connection: ssl.SSLObject, *_: object) -> None:
+        connection.context = self._newest
 
     def _file_versions(self) -> tuple[tuple[int, int], ...]:
         found = [file.stat() for file in self._files]

@@ -260,7 +260,7 @@ def _refused_by_node(
 
 
 class _Free(NamedTuple):
-    """What all cards of a Node that take containers have left together, and how large they are.
+    """The sums over all cards of a Node that take containers: what is free, and how large they are.
 
     Attributes:
         cards: their number.
