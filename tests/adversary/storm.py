@@ -94,7 +94,7 @@ async def endure(stage: StormStage, *, files: int, starts: int) -> Endured:
             await stage.serve(name, asks(1, 16))
             stage.cluster.delete_pod(name)
             # bound early
-            await stage.cluster.until(lambda name=name: not stage.cluster.exists(name))  # type: ignore[misc]
+            await stage.cluster.until(lambda name=name: not stage.cluster.exists(name))  # type: ignore[misc]  # mypy does not infer a lambda with a default
         timings = [
             timing.seconds
             for timing in stage.cluster.kubelet.timings("PreStartContainer", NUMBER, since=began)

@@ -47,7 +47,7 @@ async def stage(directory: Path) -> AsyncIterator[Stage]:
 
 async def _refused(call: object) -> tuple[str, str]:
     with pytest.raises(GRPCError) as refusal:
-        await call  # type: ignore[misc]
+        await call  # type: ignore[misc]  # one of several kinds of calls
     return refusal.value.status.name, refusal.value.message or ""
 
 

@@ -266,7 +266,7 @@ async def test_no_silence_or_broken_connection_shows_the_token(lines: io.StringI
                 proxy=f"http://user:{CANARY}@127.0.0.1:1",
             )
             # mypy knows no default of a lambda
-            api = ApiClient(credentials_module.Credentials(lambda access=access: access, "test"))  # type: ignore[misc]
+            api = ApiClient(credentials_module.Credentials(lambda access=access: access, "test"))  # type: ignore[misc]  # mypy does not infer a lambda with a default
             with pytest.raises(ClusterError) as caught:
                 await api.get(NODE)
             await api.close()

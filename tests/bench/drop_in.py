@@ -137,7 +137,7 @@ async def slices(folder: Path) -> list[Figure]:
             await node.agent.spawn()
             seen = len(node.kubelet.called("Register"))
             # bound early
-            await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]
+            await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]  # mypy does not infer a lambda with a default
             starts.append(node.kubelet.called("Register")[-1].at - began)
             await node.agent.terminate()
         await node.agent.start()

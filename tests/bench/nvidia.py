@@ -69,7 +69,7 @@ async def start_to_registered(node: Node) -> list[Figure]:
         await node.agent.spawn()
         seen = len(node.kubelet.called("Register"))
         # bound early
-        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]
+        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]  # mypy does not infer a lambda with a default
         times.append(node.kubelet.called("Register")[-1].at - began)
         await node.agent.terminate()
     how = (
@@ -87,7 +87,7 @@ async def socket_to_register(node: Node) -> list[Figure]:
         await node.kubelet.restart(away_seconds=0.3)
         created = (node.kubelet.plugins / "kubelet.sock").stat().st_ctime
         # bound early
-        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]
+        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]  # mypy does not infer a lambda with a default
         wall_offset = time.time() - time.monotonic()
         times.append(max(0.0, node.kubelet.called("Register")[seen].at + wall_offset - created))
         await node.agent.until_ready()
@@ -167,7 +167,7 @@ async def xid_to_stream(node: Node) -> list[Figure]:
         node.simulated.xid(number, 79)
         # bound early
         await node.kubelet.until(
-            lambda healthy=healthy: node.kubelet.resource(GPU).allocatable == healthy - REPLICAS  # type: ignore[misc]
+            lambda healthy=healthy: node.kubelet.resource(GPU).allocatable == healthy - REPLICAS  # type: ignore[misc]  # mypy does not infer a lambda with a default
         )
         times.append(node.kubelet.called("list")[-1].at - began)
     return [

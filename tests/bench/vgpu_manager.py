@@ -161,7 +161,7 @@ async def start(node: ManagerNode) -> list[Figure]:
         seen, began = len(kubelet.called("Register")), time.monotonic()
         await node.agent.spawn()
         await kubelet.until(
-            lambda seen=seen: len(kubelet.called("Register")) > seen  # type: ignore[misc]
+            lambda seen=seen: len(kubelet.called("Register")) > seen  # type: ignore[misc]  # mypy does not infer a lambda with a default
         )
         times.append(kubelet.called("Register")[-1].at - began)
         await node.agent.until_ready()

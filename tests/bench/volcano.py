@@ -210,7 +210,7 @@ async def start(node: VolcanoNode) -> list[Figure]:
             await node.agent.spawn()
             # bound early
             await kubelet.until(
-                lambda seen=seen: len(kubelet.called("Register")) >= seen + len(RESOURCES)  # type: ignore[misc]
+                lambda seen=seen: len(kubelet.called("Register")) >= seen + len(RESOURCES)  # type: ignore[misc]  # mypy does not infer a lambda with a default
             )
             times.append(kubelet.called("Register")[-1].at - began)
             await node.agent.until_ready()

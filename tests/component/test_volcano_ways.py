@@ -150,7 +150,7 @@ async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
     for number, name in enumerate(names):
         cluster.create_pod(name, asks(1, 20 + 10 * number))
         await cluster.until(
-            lambda name=name: "nodeName" in cluster.pod(name)["spec"],  # type: ignore[misc]
+            lambda name=name: "nodeName" in cluster.pod(name)["spec"],  # type: ignore[misc]  # mypy does not infer a lambda with a default
             f"{name} to be bound",
         )
     await early.watched(*names)
@@ -168,7 +168,7 @@ async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
     assert not wrong & {each.pod for each in cluster.started}
     for name in sorted(wrong):
         cluster.delete_pod(name)
-        await cluster.until(lambda name=name: not cluster.exists(name), f"{name} to be gone")  # type: ignore[misc]
+        await cluster.until(lambda name=name: not cluster.exists(name), f"{name} to be gone")  # type: ignore[misc]  # mypy does not infer a lambda with a default
         await early.serve(name, asks(1, 30))
     await cluster.running(*names)
     early.check()

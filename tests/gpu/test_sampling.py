@@ -121,7 +121,7 @@ def test_a_driver_with_older_lists_is_asked_for_those(
     def without_v3(name: str, *arguments: object) -> int:
         if name.endswith("_v3"):
             raise nvml._failed(name, return_codes.FUNCTION_NOT_FOUND, "Function Not Found")
-        return raw(name, *arguments)  # type: ignore[arg-type]
+        return raw(name, *arguments)  # type: ignore[arg-type]  # the arguments of any function
 
     monkeypatch.setattr(nvml, "raw", without_v3)
     assert _sampled(_sampler(node, nvml), node, 0).rows[0][1] == [(100, 1 << 20, NONE, NONE)]

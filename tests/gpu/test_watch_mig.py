@@ -93,7 +93,7 @@ async def test_a_quiet_node_is_looked_at_and_told_nothing(node: SimulatedNode) -
         for _ in range(3):
             looked_at = watched.watch._looked_at
             # see `Watched.polls`
-            await eventually(lambda looked_at=looked_at: watched.watch._looked_at != looked_at)  # type: ignore[misc]
+            await eventually(lambda looked_at=looked_at: watched.watch._looked_at != looked_at)  # type: ignore[misc]  # mypy does not infer a lambda with a default
 
         assert watched.watch.inventory.version == 1
         assert watched.watch.read_at == read_at

@@ -72,7 +72,7 @@ class Watched:
         for _ in range(number):
             before = self.watch._polled_at
             # a lambda's default has no type
-            await eventually(lambda before=before: self.watch._polled_at != before)  # type: ignore[misc]
+            await eventually(lambda before=before: self.watch._polled_at != before)  # type: ignore[misc]  # mypy does not infer a lambda with a default
 
 
 def found(inventory: Inventory, uuid: str) -> Gpu:

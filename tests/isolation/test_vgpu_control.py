@@ -295,7 +295,7 @@ def test_names_lead_nowhere_else() -> None:
 
 def limits(card: CardLimit, policy: str = "fixed", **more: float | bool) -> tuple[int, ...]:
     """hard, soft, core_limit, hard_limit, memory_limit, oversold, real MiB."""
-    slot = slot_limit(card, ComputePolicy(policy), **more)  # type: ignore[arg-type]
+    slot = slot_limit(card, ComputePolicy(policy), **more)  # type: ignore[arg-type]  # the test's own keywords
     return (
         slot.hard_core,
         slot.soft_core,

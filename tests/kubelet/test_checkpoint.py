@@ -53,7 +53,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
     """The sample with its one entry changed."""
     return {
         "Data": {
-            "PodDeviceEntries": [{**SAMPLE["Data"]["PodDeviceEntries"][0], **changes}],  # type: ignore[index]
+            "PodDeviceEntries": [{**SAMPLE["Data"]["PodDeviceEntries"][0], **changes}],  # type: ignore[index]  # a sample of plain JSON
             "RegisteredDevices": {},
         },
         "Checksum": 1,
@@ -222,7 +222,7 @@ async def test_a_big_file_is_read_without_blocking_the_loop(directory: Path) -> 
     for blocked loops would fail this test otherwise.
     """
     entry = {
-        **SAMPLE["Data"]["PodDeviceEntries"][0],  # type: ignore[index]
+        **SAMPLE["Data"]["PodDeviceEntries"][0],  # type: ignore[index]  # a sample of plain JSON
         "DeviceIDs": {"0": [f"{U0}::{number}" for number in range(150_000)]},
     }
     content = json.dumps(

@@ -118,9 +118,9 @@ async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
         service.end_streams()
 
     # they are numbered
-    listed = NumberedList(tuple((block, True) for block in resource.ids.blocks))  # type: ignore[attr-defined]
+    listed = NumberedList(tuple((block, True) for block in resource.ids.blocks))  # type: ignore[attr-defined]  # these ids have blocks
     # as the ledger answers
-    backend.listing = lambda _: listed  # type: ignore[method-assign,assignment,return-value]
+    backend.listing = lambda _: listed  # type: ignore[method-assign,assignment,return-value]  # replaced for the test
     service = PluginService(
         resource, backend, PluginStatus(MEMORY, "volcano-vgpu"), coalesce_seconds=0
     )

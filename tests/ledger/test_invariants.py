@@ -98,10 +98,10 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         if not ids:
             return
         # shares of either kind
-        grant = self.ledger.reserve(self.name, ids, self._shares(ids))  # type: ignore[arg-type]
+        grant = self.ledger.reserve(self.name, ids, self._shares(ids))  # type: ignore[arg-type]  # ids as the state machine draws them
         # in the order of the first call, when kubelet asks for them once more in another
         assert sorted(grant.ids) == sorted(ids)
-        assert self.ledger.reserve(self.name, ids, self._shares(ids)) == grant  # type: ignore[arg-type]
+        assert self.ledger.reserve(self.name, ids, self._shares(ids)) == grant  # type: ignore[arg-type]  # ids as the state machine draws them
         if confirmed:
             self.pod_count += 1
             self.pods[self.pod_count] = self.name, ids
@@ -116,7 +116,7 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         listing = {entry.id.id: entry.healthy for entry in self.ledger.listing(self.name)}
         before = self.ledger.grants
         try:
-            self.ledger.reserve(self.name, ids, self._shares(ids))  # type: ignore[arg-type]
+            self.ledger.reserve(self.name, ids, self._shares(ids))  # type: ignore[arg-type]  # ids as the state machine draws them
         except LedgerError:
             assert self.ledger.grants == before
         else:

@@ -283,7 +283,7 @@ async def test_files_that_vanish_or_shrink_while_they_are_read(
         os.truncate(paths["short"], 2_000)
         paths["gone"].unlink(missing_ok=True)
         # passed on as they are
-        return read_region(size, pread, **options)  # type: ignore[arg-type]
+        return read_region(size, pread, **options)  # type: ignore[arg-type]  # the test's own keywords
 
     with monkeypatch.context() as patched:
         patched.setattr("vgpu_agent.runtime.container_usage.read_region", late)

@@ -73,7 +73,7 @@ class Cluster:
             journal=self.journal,
             grace_seconds=GRACE_SECONDS,
             clock=lambda: 1787331600.0,
-            events=PodEvents(self),  # type: ignore[arg-type]
+            events=PodEvents(self),  # type: ignore[arg-type]  # a stand-in with what is called
             **more,
         )
         self.nodes = {}

@@ -93,7 +93,7 @@ async def test_a_loop_that_is_stuck_fails_the_probe_of_life(
     ):
         never = asyncio.Event()
         assert service._supervisor is not None
-        service._supervisor.start("extra", never.wait, stuck_after_seconds=0.0)  # type: ignore[arg-type]
+        service._supervisor.start("extra", never.wait, stuck_after_seconds=0.0)  # type: ignore[arg-type]  # a loop that sends no heartbeat
         async with http.get("/healthz") as answer:
             text = await answer.text()
             assert answer.status == 503

@@ -25,7 +25,7 @@ def nvml_node(tmp_path: Path) -> Iterator[NodeFactory]:
 
         def make(model: str = "A100-SXM4-80GB", gpus: int = 2, **more: object) -> SimulatedNode:
             # checked where it arrives
-            node = simulated_node(tmp_path, model, gpus, **more)  # type: ignore[arg-type]
+            node = simulated_node(tmp_path, model, gpus, **more)  # type: ignore[arg-type]  # the test's own keywords
             cleanup.enter_context(nvml_on(node))
             return node
 

@@ -96,7 +96,7 @@ def test_a_node_that_cannot_be_is_refused(
     """Nothing is left behind."""
     with pytest.raises(SimulationError, match=complaint):
         # parametrised
-        SimulatedNode.create(tmp_path / "gpus", **arguments)  # type: ignore[arg-type]
+        SimulatedNode.create(tmp_path / "gpus", **arguments)  # type: ignore[arg-type]  # the test's own keywords
 
     assert not (tmp_path / "gpus").exists()
 

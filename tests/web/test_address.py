@@ -120,7 +120,7 @@ async def test_a_machine_without_ipv6_serves_every_ipv4_interface(
         if family == socket.AF_INET6:
             raise OSError(97, "Address family not supported by protocol")
         # options are passed through untouched
-        return real(address, family=family, **options)  # type: ignore[arg-type]
+        return real(address, family=family, **options)  # type: ignore[arg-type]  # the test's own keywords
 
     monkeypatch.setattr(socket, "create_server", without_ipv6)
     with await bind(Address("", 0), flag="--listen") as listening:

@@ -295,7 +295,7 @@ def test_openmetrics_is_served_to_those_who_ask_for_it(node: AgentStatus) -> Non
     )
     assert content_type.startswith("application/openmetrics-text")
     # the library's parser is untyped
-    families = list(openmetrics.text_string_to_metric_families(body.decode()))  # type: ignore[no-untyped-call]
+    families = list(openmetrics.text_string_to_metric_families(body.decode()))  # type: ignore[no-untyped-call]  # the library has no types there
     assert len(families) == len(catalogue())
 
 

@@ -60,6 +60,6 @@ def test_each_question_has_its_own_answer() -> None:
     ]
     kept = KeptAnswers(lambda: 0.0)
     assert [
-        kept.answer(question, lambda question=question: question)  # type: ignore[misc]
+        kept.answer(question, lambda question=question: question)  # type: ignore[misc]  # mypy does not infer a lambda with a default
         for question in "abab"
     ] == list("abab")

@@ -66,8 +66,8 @@ class Stage:
         self.parts = LibraryServicesInForce(
             self.services,
             # stand-ins with the attributes that are read here
-            ledger=self.book,  # type: ignore[arg-type]
-            gpu_watch=self.watch,  # type: ignore[arg-type]
+            ledger=self.book,  # type: ignore[arg-type]  # a stand-in with what is called
+            gpu_watch=self.watch,  # type: ignore[arg-type]  # a stand-in with what is called
             pods=PodCache(),
             supervisor=supervisor,
             journal=self.journal,

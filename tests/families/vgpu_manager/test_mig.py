@@ -117,7 +117,7 @@ def test_instances_of_an_excluded_card_are_listed_as_unhealthy(excluded: dict[st
     inventory = divided(SMALL)
     book = Ledger()
     book.observe(inventory)
-    book.offer(family(**excluded).resources(inventory))  # type: ignore[arg-type]
+    book.offer(family(**excluded).resources(inventory))  # type: ignore[arg-type]  # the test's own keywords
     listing = book.listing("nvidia.com/mig-1g.10gb")
     assert [entry.healthy for entry in listing] == [False, False]
     with pytest.raises(UnhealthyDeviceError, match=r"excluded by vgpuManager\.excludeDevices"):

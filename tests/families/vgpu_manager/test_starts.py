@@ -20,7 +20,7 @@ IDS = tuple(f"{uuid}::{number}" for uuid in (U0, U1) for number in range(10))
 
 def place(**options: object) -> Place:
     """The golden node with this family, and nothing on it."""
-    family = VgpuManagerFamily(VgpuManagerOptions(**options), Targets())  # type: ignore[arg-type]
+    family = VgpuManagerFamily(VgpuManagerOptions(**options), Targets())  # type: ignore[arg-type]  # the test's own keywords
     node = Place(family=family, resource=NUMBER)
     node.book.replace([])
     return node

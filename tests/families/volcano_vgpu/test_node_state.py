@@ -104,7 +104,7 @@ def test_scaling_and_unit_are_announced() -> None:
     and the unit where a person looks for it.
     """
     desired_state = _desired_state(memory_scaling=1.5, factor=4, split=3)
-    assert _as_a_scheduler_reads(desired_state.annotations[REGISTER] or "")[0] == (  # type: ignore[index]
+    assert _as_a_scheduler_reads(desired_state.annotations[REGISTER] or "")[0] == (  # type: ignore[index]  # a sample of plain JSON
         U0,
         3,
         9216,

@@ -102,7 +102,7 @@ def test_requests_of_init_containers_count_where_they_are_larger() -> None:
 
 def _ledger(strategy: Strategy, **of_node: str | None) -> GpushareLedger:
     # number and memory only
-    ledger = GpushareLedger.of(gpushare_node(**of_node), [], strategy=strategy)  # type: ignore[arg-type]
+    ledger = GpushareLedger.of(gpushare_node(**of_node), [], strategy=strategy)  # type: ignore[arg-type]  # the test's own keywords
     assert ledger is not None
     return ledger
 
@@ -156,4 +156,4 @@ def test_gpushare_needs_both_resources_in_capacity(lacks: dict[str, str | None])
     so the scheduler takes it for one without GPUs.
     """
     # number and memory only
-    assert GpushareLedger.of(gpushare_node(**lacks), [], strategy="number") is None  # type: ignore[arg-type]
+    assert GpushareLedger.of(gpushare_node(**lacks), [], strategy="number") is None  # type: ignore[arg-type]  # the test's own keywords
