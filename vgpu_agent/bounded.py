@@ -37,7 +37,7 @@ def bounded(facts: Mapping[str, Any], *, most_bytes: int) -> tuple[dict[str, Any
 
 
 class _Budget:
-    """The bytes and items that may still be kept of one set of facts."""
+    """The bytes that may still be kept of one set of facts; ``spent`` is how many are taken."""
 
     def __init__(self, most_bytes: int) -> None:
         self.spent = 0

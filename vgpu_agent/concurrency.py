@@ -215,7 +215,7 @@ class Supervisor:
 
     A loop that returns has ended. A loop that raises is logged with its traceback and started again
     after a back-off that doubles from ``backoff_min_seconds`` to ``backoff_max_seconds`` and begins
-    again after a minute without a failure.
+    again after ``healthy_seconds`` without a failure.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Supervisor:
         Args:
             name: what ``/debug/tasks``, the log and the metric call it; a running task of that name
                 must not exist.
-            loop: called again after each failure, so it must begin with a clean slate.
+            loop: called again after each failure, so it must not rely on what its last run left.
             stuck_after_seconds: how long the loop may go without calling `beat` before it counts as
                 stuck; None without a limit.
 

@@ -40,7 +40,7 @@ class ListedDevice(msgspec.Struct, frozen=True):
 
 
 class IdCodec(Protocol):
-    """The texts that stand for the numbers of a block's ids.
+    """The texts that stand for the numbers of the ids of one device (`IdBlock`).
 
     Texts are ASCII, each stands for one number only, and a greater number never has a shorter one.
     Codecs that give the same texts are equal.
@@ -211,7 +211,7 @@ class NumberedList(Sequence[ListedDevice]):
 
 
 # Largest device list that is sent. The kubelet refuses a message of 4 MiB (the default limit of its
-# gRPC library) and drops the stream that carried it; this leaves room for ids that grow.
+# gRPC library) and drops the stream that carried it; this keeps a reserve below that.
 MESSAGE_BUDGET_BYTES = 3_670_016
 _MEBIBYTE = 1024 * 1024
 _HEALTH_FIELD_BYTES = 11  # tag, length and the longer of the two words, "Unhealthy"
@@ -247,7 +247,7 @@ def too_long(size_bytes: int) -> str:
 def element_size_bytes(device: DeviceId) -> int:
     """Size of one unhealthy id in such a list."""
     size = _delimited(len(device.id.encode())) + _HEALTH_FIELD_BYTES
-    # an id without a known node has no topology
+    # an id without a known NUMA node has no topology
     if device.numa_node is not None and device.numa_node >= 0:
         size += _delimited(
             _delimited(1 + _varint_size(device.numa_node) if device.numa_node else 0)

@@ -15,7 +15,7 @@ from vgpu_agent.redaction import redacted
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-MAX_QUOTED = 200  # characters of a foreign value in one message
+MAX_QUOTED = 200  # characters, in one message, of a value that comes from outside the agent
 
 
 def quoted(value: str, max_characters: int = MAX_QUOTED) -> str:
@@ -78,11 +78,15 @@ class ConfigError(AgentError):
 
 
 class CheckFailedError(ConfigError):
-    """The configuration that a command was asked to check is wrong. The call itself is right."""
+    """The configuration that a command was asked to check is wrong. The command line is right, so
+    the exit status is not that of a wrong call.
+    """
 
 
 class UnreachableError(AgentError):
-    """The running agent cannot be reached, does not answer, or is another program."""
+    """The running agent cannot be reached or does not answer, or another program answers at its
+    address.
+    """
 
 
 class OfferError(ConfigError):
@@ -115,8 +119,8 @@ class DriverMissingError(AgentError):
 
 
 class NvmlHungError(AgentError):
-    """An NVML call did not return in time, and the thread that owns NVML is still inside the call;
-    or that thread does not run.
+    """An NVML call did not return in time, and the thread that makes all NVML calls is still inside
+    it; or that thread does not run.
     """
 
 
@@ -145,8 +149,8 @@ class UnknownDeviceError(LedgerError):
 
 
 class UnhealthyDeviceError(LedgerError):
-    """No container may get anything of a device now: it is unhealthy, missing, or not fully known,
-    or it serves or is kept for others.
+    """No container may get anything of a device now: it is unhealthy, missing or cordoned, its
+    device nodes or its holders are not known, or it serves or is kept for others.
     """
 
 
@@ -235,8 +239,8 @@ class ClusterError(AgentError):
 
 
 class CdiError(AgentError):
-    """A CDI spec of the node's devices cannot be generated, decoded, written or removed, or fails
-    the checks.
+    """A CDI spec of the node's devices cannot be generated, decoded, written or removed, or is not
+    valid.
     """
 
 

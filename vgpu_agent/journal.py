@@ -33,7 +33,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """A ring of entries; the oldest is dropped when there are more than ``size``.
+    """A ring of entries; the oldest is dropped when there are more entries than ``size``.
 
     State: memory only, about ``most_bytes`` at most. The facts of an entry are cut when it is
     recorded (`MAX_ENTRY_BYTES`), because a pod may have written them.
@@ -46,6 +46,7 @@ class Journal:
         *,
         most_bytes: int = MAX_BYTES,
     ) -> None:
+        # each with its size in bytes
         self._entries: collections.deque[tuple[Entry, int]] = collections.deque()
         self._size, self._most_bytes = size, most_bytes
         self._bytes = 0
@@ -53,6 +54,7 @@ class Journal:
 
     def record(self, event: str, /, *, level: str = "info", **facts: Any) -> None:
         """Keep the event and log it at ``level`` under the same name."""
+        # the facts as plain values, cut where they are too long, and their size in bytes
         kept, size = bounded(facts, most_bytes=MAX_ENTRY_BYTES)
         self._entries.append((Entry(self._clock(), event, kept), size))
         self._bytes += size

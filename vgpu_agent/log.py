@@ -45,12 +45,13 @@ _QUIET_LIBRARIES = {
     "kubernetes_asyncio": logging.CRITICAL,
 }
 
+# The limits of `RepeatedLines`: how many lines of one kind are written in each window of time.
 _WINDOW_SECONDS = 60.0
 # Enough for 110 pods that start, stop or are found by a restarted agent at once, with several
 # useful lines each.
 _MAX_OF_AN_EVENT = 600
 _MAX_OF_A_LIBRARY = 20
-# Events that any client of a socket can cause as often as it likes.
+# Events that any client of a socket can cause as often as it likes, with a smaller limit.
 _AT_WILL = frozenset(
     {
         "web.bad_request",
@@ -67,9 +68,9 @@ _AT_WILL = frozenset(
     }
 )
 _MAX_AT_WILL = 20
-_MAX_KINDS = 512
-_LONGEST_TEMPLATE = 200
-_SUPPRESSED = "log.suppressed"
+_MAX_KINDS = 512  # that are counted at a time
+_LONGEST_TEMPLATE = 200  # characters of a library's message that tell its kind
+_SUPPRESSED = "log.suppressed"  # the event of the line with the number of lines left out
 
 
 def get(name: str) -> FilteringBoundLogger:
@@ -243,6 +244,7 @@ class RepeatedLines(logging.Filter):
                 self._report_ended(float("inf"))
             window = self._windows[kind] = _Window(now + _WINDOW_SECONDS)
             self._ends_at = min(self._ends_at, window.ends_at)
+        # `kind[1]`: the event
         if kind[1] == _SUPPRESSED or window.passed < most:
             window.passed += 1
             return True
@@ -268,6 +270,8 @@ class RepeatedLines(logging.Filter):
 
 
 class _Window:
+    """The lines of one kind since its window of time began: written, and left out."""
+
     __slots__ = ("ends_at", "passed", "suppressed")
 
     def __init__(self, ends_at: float) -> None:
@@ -275,8 +279,8 @@ class _Window:
 
 
 def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
-    """Return the key that similar lines have in common,
-    and how many such lines pass in a window.
+    """Return the key that similar lines have in common, and how many such lines pass in a window.
+    The key begins with the logger, and the event or the template.
     """
     if isinstance(record.msg, dict):
         event = str(record.msg.get("event", ""))
@@ -332,6 +336,7 @@ class ChangeFilter:
 
 
 def _shared() -> list[Any]:
+    """Return the processors of every line, our own and those of libraries."""
     return [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,

@@ -1,9 +1,9 @@
 """Memory tuning: options of the C library and of Python's garbage collector for this process.
 
-Lists, the kubelet's records and its checkpoint have up to 5 MB each on a node where each unit of
-memory has an id. glibc keeps freed blocks of that size in one heap per thread, and does not return
-them to the system. Resident memory with 110 pods (`scripts/bench --only volcano`; the limit is
-72 MiB):
+Lists of ids for the kubelet, its records and its checkpoint have up to 5 MB each on a node where
+each unit of GPU memory has an id. glibc keeps freed blocks of that size in one heap per thread, and
+does not return them to the system. Resident memory with 110 pods (`scripts/bench --only volcano`;
+the limit is 72 MiB):
 
 * 63 MiB with all three functions,
 * 67 MiB without `freeze_objects`,

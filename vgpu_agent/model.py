@@ -284,7 +284,8 @@ class Inventory(msgspec.Struct, frozen=True):
 
     @property
     def numbered(self) -> dict[int, Gpu]:
-        """Number → GPU, ascending, for records that name GPUs by index over a long time.
+        """Number → GPU, ascending, for annotations, files and metrics that name GPUs by index over
+        a long time.
 
         A lost card keeps its number, although NVML moves the indices behind it up as soon as it is
         gone from the bus.
@@ -318,7 +319,7 @@ class Inventory(msgspec.Struct, frozen=True):
 
 class GpuUsage(msgspec.Struct, frozen=True):
     """The present use of a GPU; None where the driver reports nothing.
-    Memory in MiB, shares in percent, power in watts, °C.
+    ``ecc_uncorrected_total`` counts memory errors that ECC could not correct, over the card's life.
     """
 
     uuid: str
@@ -358,8 +359,8 @@ class Resource(msgspec.Struct, frozen=True):
     Attributes:
         name: ``nvidia.com/gpu``.
         family: the family whose vocabulary it belongs to, e.g. ``nvidia``.
-        ids: in the order in which kubelet sees them; deterministic. `NumberedIds`, which has one
-            block for each device, where there are tens of thousands.
+        ids: in the order in which kubelet sees them; deterministic. `NumberedIds`, which keeps only
+            prefix and number of the ids of each device, where there are tens of thousands.
         holders_per_device: how many ids of one device may be held at once (replicas); where the pod
             decides, how many containers.
         holders: the same by device, where devices differ; ``holders_per_device`` is then the
@@ -402,7 +403,7 @@ class Resource(msgspec.Struct, frozen=True):
 
 class Share(msgspec.Struct, frozen=True):
     """A part of one device: ``memory_mib`` and ``cores_percent`` are what is booked,
-    0 where nothing is limited.
+    0 where nothing is limited; ``exclusive``: no other container may have a part of the device.
     """
 
     device: str
@@ -416,8 +417,11 @@ class GrantState(enum.StrEnum):
 
     # booked; the kubelet's records do not name the container yet, or its pod is still to decide
     RESERVED = "reserved"
-    GRANTED = "granted"  # they name it, in one of two places only or as another than was guessed
-    IDENTIFIED = "identified"  # the owner is known; says nothing about a limit
+    # they name it, but only one of their two sources does (checkpoint and pod-resources), or, where
+    # the pod decides, the shares were decided for another container, by a guess
+    GRANTED = "granted"
+    # it is certain which container holds it; whether its limits are in force is another question
+    IDENTIFIED = "identified"
     RELEASED = "released"  # removed from the ledger; seen in events only
 
 
@@ -471,8 +475,9 @@ class Grant(msgspec.Struct, frozen=True):
         ids: the device ids the kubelet gave, in the kubelet's order.
         shares: one for each distinct device behind the ids.
         owner: None until the kubelet's records name it.
-        reserved_at: unix seconds of the Allocate call, or of the rebuild that found it; to be
-            shown only, since the wall clock may be set.
+        reserved_at: unix seconds of the Allocate call, or of the time at which the agent found it
+            in the kubelet's records, e.g. after a restart; to be shown only, since the wall clock
+            may be set.
         decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod
             decides; None before. An early guess may differ from ``owner``, which the kubelet
             reports.
@@ -541,8 +546,8 @@ class KubeletRecords(msgspec.Struct, frozen=True):
 
     Attributes:
         holdings: for every resource on the node, also those of other plugins.
-        complete: pod-resources answered, so a holder that is not mentioned is gone. An incomplete
-            picture may add to the ledger but never take away.
+        complete: pod-resources answered, so a holder that is not mentioned is gone. Incomplete
+            records may add grants to the ledger but never remove any.
         trouble: which source was missing or unreadable, and why; empty when both could be read.
         entries: the lines of the checkpoint as they are, also of ended pods and of init containers;
             None when it could not be read.

@@ -51,8 +51,9 @@ class SentCounts(msgspec.Struct, frozen=True):
     Attributes:
         listed: all ids.
         healthy: the Healthy ids.
-        offered: the ids for schedulers: ``healthy`` without the ids that the kubelet keeps a moment
-            longer than schedulers, for pods that were bound by an earlier count.
+        offered: the ids that schedulers are told of: ``healthy`` without ids that are gone for
+            schedulers already, but that the kubelet keeps a moment longer, for pods that were bound
+            by an earlier count.
     """
 
     listed: int
@@ -73,8 +74,8 @@ class DesiredNode(msgspec.Struct, frozen=True):
         taints: key → effect; None for a key without a taint.
         min_write_interval_seconds: annotation → the least seconds between two writes of it by the
             agent.
-        guarded: annotations whose removal must fail when the Node has changed since it was read (a
-            scheduler's lock on the Node that was just taken again).
+        guarded: annotations whose removal must fail when the Node has changed since it was read:
+            schedulers' locks of the Node, which may have been taken again since then.
     """
 
     annotations: Mapping[str, str | None] = msgspec.field(default_factory=dict)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 # The kubelet keeps a static pod under the hash of its file; the API server's mirror of it has a UID
-# of its own, and names the hash in this annotation.
+# of its own, and names the hash in the first annotation. The second one marks it as a mirror.
 STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
@@ -37,7 +37,8 @@ MIRROR_POD = "kubernetes.io/config.mirror"
 # and a hostile one up to 100 KiB.
 MAX_PODS = 2000
 MAX_BYTES = 32 * 1024 * 1024
-_MAX_NAMES = 4000  # names of present and earlier pods that a cache remembers
+# names of present and earlier pods that a cache remembers, and UIDs of pods that it has left out
+_MAX_NAMES = 4000
 # UIDs that are remembered for one name; two are enough to know that there was another pod
 _MAX_OF_A_NAME = 4
 # How long and how many ended pods are remembered: their annotations may still have to be written.
@@ -226,24 +227,26 @@ class SchedulingFacts(msgspec.Struct, frozen=True, gc=False):
         return self.gang or self.owner
 
 
+# Approximate sizes in memory.
 _POD_BYTES = 2048  # a pod without annotations and containers
 _CONTAINER_BYTES = 520
-_RESOURCE_BYTES = 500
-_VALUE_BYTES = 300
+_RESOURCE_BYTES = 500  # one limit of a container
+_VALUE_BYTES = 300  # one of `PodContainer.values`
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """One pod that is bound to this node.
+    """One pod: for an agent, one that is bound to its node; for a scheduler, any pod.
 
     Attributes:
         uid: as the API server has it; see `kubelet_uid`.
+        node: the name of the Node that it is bound to; empty for none.
         annotations: those that families read or write; see `families.pod_annotations`.
         containers: in the order in which kubelet admits them: init containers and sidecars as
             listed, then the main ones.
         deleting: it has a deletion timestamp.
         created_at: unix seconds of its creation.
         bound: its position in the order in which the watch has shown pods bound to this node;
-            smaller is earlier.
+            smaller is earlier; set by `PodCache`, 0 outside it.
         scheduler: ``spec.schedulerName``.
         reported: the kubelet has written its status, which only the kubelet may. It never does so
             for a pod that imitates a mirror pod.
@@ -351,7 +354,8 @@ class PodCache:
     left out when it starts, and the pod does not count as ended.
 
     Attributes:
-        left_out: pods that are not in the cache because there are too many or they are too large.
+        left_out: how often a pod was not taken into the cache or was dropped from it, because there
+            are too many or it is too large.
         ends: the number of pods whose end or removal was seen.
         synced: set after the first complete list.
         lists: the number of complete lists; between two lists, pods may have come and gone unseen.
@@ -373,9 +377,9 @@ class PodCache:
         # `pods`, asked for many times between two changes
         self._in_order: tuple[Pod, ...] | None = None
         self._static: dict[str, Pod] | None = None  # the confirmed mirrors, by the kubelet's UID
-        self._static_before: dict[str, Pod] = {}
-        self._bound: dict[str, int] = {}
-        self._last_bound = 0
+        self._static_before: dict[str, Pod] = {}  # the same, as found the time before
+        self._bound: dict[str, int] = {}  # the API server's UID → `Pod.bound`
+        self._last_bound = 0  # the greatest of these so far
         # the UIDs seen under each name, the last used name at the end
         self._uids: collections.OrderedDict[tuple[str, str], set[str]] = collections.OrderedDict()
         # the API server's UIDs of `_pods`
@@ -540,8 +544,8 @@ class PodCache:
         return True
 
     def fitting(self, pods: Collection[Pod]) -> list[Pod]:
-        """Return those pods that fit into the cache, in their order. Pods that a scheduler has
-        bound come before those whose owners chose the node.
+        """Return those pods that fit into the cache, in their order, and count the others as left
+        out. Pods that a scheduler has bound come before those whose owners chose the node.
         """
         left = MAX_BYTES
         fitting = set[str]()

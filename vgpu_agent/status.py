@@ -67,18 +67,18 @@ class PluginStatus(msgspec.Struct):
     resource: str
     family: str
     state: PluginState = PluginState.WAITING
-    endpoint: str = ""
+    endpoint: str = ""  # the name of its socket; empty while it does not serve
     registered_at: float = 0.0
     registrations: int = 0
     registration_failures: int = 0
-    stream_open: bool = False
+    stream_open: bool = False  # the kubelet has an open ListAndWatch stream
     streams_opened: int = 0
     # `ids_sent`, `healthy_sent` and `bytes_sent` are of the list that was sent last
     ids_sent: int = 0
     healthy_sent: int = 0
     bytes_sent: int = 0
-    messages_sent: int = 0
-    allocations: int = 0
+    messages_sent: int = 0  # lists, in all streams
+    allocations: int = 0  # calls of Allocate
     allocations_refused: int = 0
     allocate_seconds_last: float = 0.0
     allocate_seconds_sum: float = 0.0
@@ -111,7 +111,8 @@ class KubeletStatus(msgspec.Struct):
     directory: str = ""
     socket_present: bool = False
     directory_trouble: str = ""  # why the directory cannot be read; empty when it can be
-    restarts_seen: int = 0
+    restarts_seen: int = 0  # how often the kubelet has restarted since the agent started
+    # its records: the checkpoint and pod-resources; why one of them could not be read, or empty
     records_read_at: float = 0.0
     records_trouble: str = ""
 
@@ -127,7 +128,7 @@ class NvmlState(enum.StrEnum):
 
 
 class XidSeen(msgspec.Struct, frozen=True):
-    """One XID in one place, once or several times in a row.
+    """One XID on one GPU or in one MIG instance, once or several times in a row.
 
     Attributes:
         xid: its number.
@@ -198,7 +199,7 @@ class GpuHistory(msgspec.Struct):
         xids: (UUID of the GPU, empty where the driver names none; the XID, or `OTHER_XIDS` for
             codes beyond the first 256) → how many the driver has reported, ignored ones included.
         transitions: (UUID, ``healthy``, ``unhealthy`` or ``lost``) → how often the GPU became so.
-        recovery_seconds: from the failure of a GPU to its recovery.
+        recovery_seconds: the times from the failure of a GPU to its recovery.
     """
 
     xids: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
@@ -228,12 +229,12 @@ class NvmlStatus(msgspec.Struct):
     call: str = ""  # while HUNG, the oldest call without an answer
     gpu: str = ""  # the UUID of that call's GPU, for a call about one GPU
     since: float = 0.0  # when that call began
-    calls: int = 0
+    calls: int = 0  # of NVML; below, how many failed, and how many did not answer in time
     errors: int = 0
     hangs: int = 0
     last_error: str = ""
-    library: str = ""
-    # GPU → the latest XIDs on it since the agent started, ignored or not, the oldest first
+    library: str = ""  # path or soname of the NVML library in use; empty while there is none
+    # GPU UUID → the latest XIDs on it since the agent started, ignored or not, the oldest first
     xids: dict[str, tuple[XidSeen, ...]] = msgspec.field(default_factory=dict)
     history: GpuHistory = msgspec.field(default_factory=GpuHistory)
 
@@ -241,14 +242,14 @@ class NvmlStatus(msgspec.Struct):
 class LedgerStatus(msgspec.Struct):
     """The ledger in numbers, and its grants."""
 
-    revision: int = 0
+    revision: int = 0  # advances with each change of the ledger
     grants: tuple[Grant, ...] = ()
-    drift_total: int = 0
-    drift_last: tuple[str, ...] = ()
+    drift_total: int = 0  # corrections by the kubelet's records that were drift, since the start
+    drift_last: tuple[str, ...] = ()  # the latest of them, as sentences
     verified_at: float = 0.0  # when it was last compared with the kubelet's records
     # ids in the kubelet's records that this node does not offer
     unknown_ids: tuple[str, ...] = ()
-    # device → how many containers may share it
+    # device's UUID → how many containers may share it
     capacity: dict[str, int] = msgspec.field(default_factory=dict)
     # resource → how many of its ids are free and healthy
     free: dict[str, int] = msgspec.field(default_factory=dict)
@@ -286,11 +287,13 @@ class MpsStatus(msgspec.Struct):
             known to be in force.
         adopted: it was running already when this agent started.
         limits_seen_at: when its limits were last read back.
-        memory_limit_mib: GPU → how much of its memory one client may use.
+        thread_percentage: the largest part of each GPU's compute for one client.
+        memory_limit_mib: GPU UUID → how much of its memory one client may use.
         clients: the process ids of its clients at the last query.
+        restarts: how often it ended or did not answer while it was in use, since the agent started.
         clients_lost: how many clients ended together with a failed daemon since the agent started.
-        in_use_by_others: GPUs in use by another resource now and therefore not in exclusive mode,
-            the compute mode in which only the daemon's clients can use a GPU.
+        in_use_by_others: UUIDs of GPUs in use by another resource now and therefore not in
+            exclusive mode, the compute mode in which only the daemon's clients can use a GPU.
         not_given_back: why a GPU that the daemon had may still be in exclusive mode; empty when
             none is.
     """
@@ -316,7 +319,7 @@ class FamilyStatus(msgspec.Struct):
     name: str
     # its pods decide on the devices, so each grant must be bound to a pod
     decided_by_pod: bool = False
-    offered: bool = True
+    offered: bool = True  # it has resources that pods can ask for
     trouble: str = ""  # why it is not offered
     idle: bool = False  # it is not offered because this node has no device for it; no fault
 
@@ -464,9 +467,10 @@ class ClusterStatus(msgspec.Struct):
     requests: dict[tuple[str, str, str], int] = msgspec.field(default_factory=dict)
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()
-    # evictions by outcome: of pods that cannot start here, and below of pods that hold a dead GPU
+    # outcome → number of evictions: of pods that cannot start here, and below of pods that hold a
+    # dead GPU
     evictions: dict[str, int] = msgspec.field(default_factory=dict)
-    # failed pods: how many were evicted, recreated or left alone
+    # failed pods: outcome (evicted, recreated or left alone) → their number
     rescued: dict[str, int] = msgspec.field(default_factory=dict)
     gpu_evictions: dict[str, int] = msgspec.field(default_factory=dict)
     # the rights that the API server denies → the manifest that grants them
@@ -552,12 +556,12 @@ class AgentStatus(msgspec.Struct):
     simulated: bool = False
     started_at: float = 0.0
     inventory: Inventory = msgspec.field(default_factory=Inventory)
-    usage: tuple[GpuUsage, ...] = ()
+    usage: tuple[GpuUsage, ...] = ()  # the load of each GPU, as NVML measures it
     # the use by containers whose limits are in a region of HAMi-core, and by those of vgpu-control
     containers: tuple[ContainerUsage, ...] = ()
     controlled: tuple[ControlledUse, ...] = ()
     inventory_at: float = 0.0  # when the GPUs were last read, even if nothing changed
-    usage_at: float = 0.0
+    usage_at: float = 0.0  # when it was last measured
     nvml: NvmlStatus = msgspec.field(default_factory=NvmlStatus)
     kubelet: KubeletStatus = msgspec.field(default_factory=KubeletStatus)
     plugins: tuple[PluginStatus, ...] = ()
@@ -577,10 +581,11 @@ class AgentStatus(msgspec.Struct):
     # key path → (value, where it came from)
     config: dict[str, tuple[Any, str]] = msgspec.field(default_factory=dict)
     config_problems: tuple[str, ...] = ()  # why the newest configuration file is not in force
-    config_needs_restart: tuple[str, ...] = ()
+    config_needs_restart: tuple[str, ...] = ()  # changed settings that a restart puts in force
     config_collisions: tuple[str, ...] = ()  # conflicts between families that are switched on
     # the choice among the named configurations and its reason; empty where there are none
     config_named: dict[str, str] = msgspec.field(default_factory=dict)
+    # why ``/readyz`` and ``/livez`` fail; empty while they do not
     not_ready: tuple[Problem, ...] = ()
     not_alive: tuple[Problem, ...] = ()
 

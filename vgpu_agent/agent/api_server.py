@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 # How long the start waits for the first list of Node and pods before it goes on with what it
 # knows.
 START_WAIT_SECONDS = 5.0
-_COMPONENT = "vgpu-agent"
+_COMPONENT = "vgpu-agent"  # the source of our Kubernetes events
 # Longer annotations of the Node are not remembered: the defaults of operators are single words.
 _LONGEST_DEFAULT = 256
 _NODE_TASK = "writes to this node"
@@ -78,14 +78,17 @@ _NODE_TASK = "writes to this node"
 class ClusterAccess:
     """Client, watches and writers.
 
-    State: `pod_cache` exists from the beginning, everything else from `connect` on.
-    Remembered data replaces what the API server has not reported yet.
+    State: `pod_cache` exists from the beginning, the client, the watches and `remembered` from
+    `connect` on, and the parts that write from `start_writers` on. Remembered data replaces what
+    the API server has not reported yet.
 
     Attributes:
         pod_cache: the pods of this node.
         node_watch, pod_watch: the watches of our Node and of its pods; None before `connect`.
-        reschedule, rescue, gpu_evictions: the parts that evict or recreate pods; each is a class of
-            `cluster`, and None while it is off.
+        reschedule: the part that raises events for pods whose starts the agent refuses, and evicts
+            these pods where the operator asks for it; None before `start_writers`.
+        rescue: the part that evicts or recreates pods that have failed; None while it is off.
+        gpu_evictions: the part that evicts pods on dead GPUs; None while it is off.
         failed_pods: the part that reports pods which failed while no agent ran; None while off.
         connected: there are credentials.
         disconnected_reason: why there is no connection; empty when there is one.
@@ -131,6 +134,7 @@ class ClusterAccess:
         self._named_configuration = named_configuration
         if named_configuration is not None:
             named_configuration.read_label_by(lambda: self.config_label)
+        # name of a replaced plugin's file → its texts in force, see `plugin_texts`
         self._plugin_texts: dict[str, tuple[str, ...]] = {}
 
     @property
@@ -473,6 +477,7 @@ class ClusterAccess:
 
     def _desired_pods(self, allocator: Allocator, gpus: GpuFacts | None) -> dict[str, DesiredPod]:
         desired = allocator.desired_pods()
+        # the label of pods that hold a dead GPU
         if gpus is not None and self._settings.node_status.pod_label:
             for uid, labels in desired_labels(gpus, self.pod_cache).items():
                 desired[uid] = desired[uid].joined(labels) if uid in desired else labels
@@ -519,7 +524,11 @@ class ClusterAccess:
                     await self.node_publisher.first.wait()  # set once that is written
 
     async def fetch_pod(self, namespace: str, name: str) -> Pod | None:
-        """See `allocation.context.Fetch`."""
+        """Return the pod that has this name now; None when there is none.
+
+        Raises:
+            ClusterError: no answer, or there is no connection.
+        """
         if self.pod_watch is None:
             raise ClusterError(self.disconnected_reason)
         return await self.pod_watch.fetch(namespace, name)
@@ -671,7 +680,9 @@ def stale_keys(settings: Settings) -> frozenset[str]:
 
 
 def _read_files(settings: Settings) -> list[PluginFile]:
-    """List the files of replaced plugins that the settings want to be read."""
+    """List the files of replaced plugins that the settings want to be read: each at a path on the
+    node, or in a ConfigMap that is searched for in namespaces.
+    """
     return [
         file
         for family in FAMILIES

@@ -191,7 +191,7 @@ class Agent:
         self._cluster = ClusterAccess(
             settings, self._journal, self._supervisor, named_configuration
         )
-        self._refusals = Refusals()
+        self._refusals = Refusals()  # the containers that may not start now, and why
         self._notices = Notices()  # messages to the owners of pods
         # starts on a GPU of which a scheduler has assigned more than there is
         self._overcommits = Overcommits(self._notices)
@@ -212,7 +212,8 @@ class Agent:
         earlier_in = HAMI_CORE.directory_before(settings)
         grants_in = (*containers_in, earlier_in)
         self._region_guard = RegionGuard(
-            # `folders`: in a container's directory, those with the files that it can write
+            # `folders`: in a container's directory, those with the files that it can write;
+            # `allowed_size`: a file's name → how large it may be, else it is cut
             [
                 GuardedPlace(directory, folders=backend.folders, allowed_size=backend.allowed_size)
                 for backend, directory in zip(BACKENDS, containers_in, strict=True)
@@ -227,6 +228,7 @@ class Agent:
             # records of grants without a spec, which were answered in full in Allocate
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,  # replaces CDI names by the edits behind them
+            # cuts at once the regions that containers have made larger
             free_disk_space=self._region_guard.free_disk_space,
             on_file_made=self._on_file_made,
             old_directory=earlier_in,
@@ -239,6 +241,7 @@ class Agent:
             ),
         )
         self._mig_divider = MigDivider.from_settings(settings, self._gpu_watch)
+        # guesses which pod the kubelet is starting, so that its records are asked for that one
         self._starting_pods = StartingPods(
             self._cluster.pod_cache,
             self._ledger,
@@ -272,6 +275,7 @@ class Agent:
                 api_reachable_seconds=self._cluster.reachable_seconds,
             ),
         )
+        # the plugin servers; `sync` runs exactly those that the ledger's offers call for
         self._offering = Offering(
             ledger=self._ledger,
             allocator=self._allocator,
@@ -303,6 +307,7 @@ class Agent:
             cdi=self._cdi,
             mps_view=mps_view,
         )
+        # restores the files of grants after a reboot, and removes them when their pod is gone
         self._grant_keeping = GrantKeeping(
             grant_directory=grant_directory,
             allocator=self._allocator,
@@ -316,8 +321,9 @@ class Agent:
                 if backend.directory_of_replaced and backend.name in used_backends(settings)
             ],
             pause_seconds=verification.VERIFY_SECONDS,
-            renew_offer=self._renew_offer,
+            renew_offer=self._renew_offer,  # in each pass, as a library may have been delivered
         )
+        # compares the ledger with the kubelet's records
         self._verification = Verification(
             allocator=self._allocator,
             ledger=self._ledger,
@@ -327,10 +333,12 @@ class Agent:
             pod_cache=self._cluster.pod_cache,
             journal=self._journal,
             servers=lambda: self._offering.plugins,
+            # since the kubelet made its socket, that is, since it started
             kubelet_age_seconds=functools.partial(
                 sockets.age_seconds, kubelet_settings.kubelet_socket
             ),
         )
+        # reports pods whose device the node no longer has
         self._missing_devices = MissingDevices(
             settings,
             self._ledger,
@@ -338,6 +346,7 @@ class Agent:
             journal=self._journal,
         )
         self._share_seconds = ShareSeconds(settings.state_directory, self._ledger)  # for chargeback
+        # which container held which devices, in a file
         self._audit = (
             AuditLog(
                 settings.audit,
@@ -380,6 +389,7 @@ class Agent:
             proc_root=settings.gpu.proc_root,
             sysfs_root=settings.sysfs_root,
         )
+        # puts a changed configuration file in force
         self._reload = Reload(
             loaded,
             apply=self._apply,
@@ -389,7 +399,7 @@ class Agent:
         self._serves_node = False  # true once no other agent does
         # at the last rebuild of the ledger: the offered names, and whether the pods were known
         self._understood: tuple[frozenset[str], bool] | None = None
-        self._lag = LoopLag()
+        self._lag = LoopLag()  # measures how late the event loop wakes its tasks
         self._report = Report(
             ledger=self._ledger,
             gpu_watch=self._gpu_watch,
@@ -421,6 +431,7 @@ class Agent:
         )
         # `reviews`: asks the API server whether the owner of a token may scrape metrics
         self.web = LateWeb(self._report.status, settings, reviews=self._cluster.may_get)
+        # takes the node over from an agent that serves it, and hands it over to the next one
         self._succession = Succession(
             settings.state_directory, kubelet_settings.device_plugin_directory, self._journal
         )
@@ -496,6 +507,7 @@ class Agent:
         self._loop("kubelet directory", self._kubelet_directory.run)
         # the client is imported while the driver starts
         await asyncio.gather(self._gpu_watch.start(), self._cluster.load_client())
+        # reading the named configuration may have used up a part of the wait for the API server
         named = self._named_configuration
         await self._cluster.connect(waited_seconds=named.waited_seconds if named else 0.0)
         await self._grant_keeping.load()
@@ -514,18 +526,19 @@ class Agent:
             self._allocator,
             self._refusals,
             self._notices,
-            wake=self._ledger.revision,
+            wake=self._ledger.revision,  # after each change of it, they look for what to write
             tokens=self._tokens,
             pods_are_starting=self._starting_pods.any_starting,
             offered_names=self._offered_names,
             family_names=lambda: {each.name: each.family for each in self._ledger.resources},
             # the numbers of ids in the kubelet's lists; none while one family has all GPUs
             counts_sent=lambda: self._offering.counts_sent_while_shared,
-            lists_sent=self._offering.lists_sent,
+            lists_sent=self._offering.lists_sent,  # advances when these numbers change
             # advances with each withdrawal of ids, which then are no longer for schedulers
             withdrawn=self._ledger.withdrawn,
             # until then the kubelet keeps withdrawn ids, for pods that are bound already
             on_counts_written=self._ledger.note_written_counts,
+            # for the Node's labels and conditions, and for pods on GPUs that no longer work
             gpus=GpuFacts(
                 self._gpu_watch.inventory,
                 driver=lambda: self._gpu_watch.status,
@@ -539,6 +552,8 @@ class Agent:
         self._mps.start()
         await self._offering.sync()
         self._start_loops(settings)
+        # what to do when the next agent comes: end all that two agents must not do at once; let it
+        # register while this one still answers; undo that if it ends before
         await self._succession.listen(
             self._hand_over, self._offering.unlink, self._offering.serve_again
         )
@@ -611,6 +626,7 @@ class Agent:
                 self._supervisor.start(
                     "limits",
                     LimitsWatch(
+                        # what the libraries in containers write about limits and use
                         evidence=(self._container_usages.usage, self._controlled_uses.uses),
                         status=self._report.status,
                         journal=self._journal,
@@ -650,6 +666,7 @@ class Agent:
         await self._verification.rebuild()
 
     async def _register(self) -> None:
+        """Register all plugins with the kubelet, and wait a while until it has their lists."""
         if self._offering.may_register.is_set():
             return  # done while the predecessor still served
         self._offering.may_register.set()

@@ -47,8 +47,9 @@ class LateWeb:
         settings: Settings,
         reviews: Reviews | None = None,
     ) -> None:
-        """Keep what the server needs; ``reviews`` asks the API server whether the owner of a
-        scraper's token may get a path.
+        """Keep what the server needs. ``status`` returns the state of the agent; ``reviews`` asks
+        the API server whether the owner of a scraper's token may get a path, and is None where
+        there is no API server to ask: then each such scraper gets an error.
         """
         self._status = status
         self._reviews = reviews
@@ -86,7 +87,8 @@ class LateWeb:
             await self._server.stop()
 
     async def start(self, registered: Callable[[], bool]) -> None:
-        """Serve once ``registered`` is true, or after the longest wait.
+        """Serve once ``registered`` tells that the first registrations are over, or after the
+        longest wait.
 
         Raises:
             ListenError: an address was taken in the meantime.

@@ -61,19 +61,19 @@ class NamedConfiguration:
     State: the last valid choice. It survives a restart by `remembered` (written by `api_server`).
 
     Attributes:
-        choice: the last valid choice.
+        choice: the last valid choice: the name of the configuration, and why it was chosen.
         problem: why the present label or directory has no effect; empty when it has.
         in_force: the configuration in force: the choice, or the previous one if that is invalid.
             None before `begin`.
-        revision: advances with ``in_force``.
+        revision: a count that advances when ``in_force`` is set, for which tasks can wait.
         label: the label's value when it was read last, empty where the Node has none; None when it
             was never read.
         waited_seconds: the time spent on waiting for the API server at the start.
     """
 
     def __init__(self, sources: Sources, settings: Settings, journal: Journal) -> None:
-        """Begin without a choice; ``sources`` and ``settings`` are the agent's own, without a
-        named configuration.
+        """Begin without a choice; ``sources`` (flags, environment, name of the agent's file) and
+        ``settings`` are the agent's own, without a named configuration.
         """
         self.journal = journal
         self.choice = Choice()
@@ -82,8 +82,8 @@ class NamedConfiguration:
         self.revision = Revision()
         self.label: str | None = None
         self.waited_seconds = 0.0
-        self._known_label: Callable[[], str | None] = lambda: None
-        # where the named configurations are, and the label that chooses one
+        self._known_label: Callable[[], str | None] = lambda: None  # see `read_label_by`
+        # where the named configurations of NVIDIA's plugin are, and the label that chooses one
         self._named_documents = plugin_document().named_documents(settings)
         self._own_sources, self._settings = sources, settings
         self._why_unread = ""  # why the label has not been read
@@ -101,8 +101,8 @@ class NamedConfiguration:
         }
 
     def read_label_by(self, read_label: Callable[[], str | None]) -> None:
-        """Read the label by ``read_label`` from now on; while that returns None, the last value
-        counts.
+        """Call ``read_label`` for the label's value from now on, whenever the sources are asked
+        for; while it returns None, because the Node has not been read, the last value counts.
         """
         self._known_label = read_label
 
@@ -136,8 +136,8 @@ class NamedConfiguration:
         self.revision.advance()
 
     async def sources(self) -> Sources:
-        """Return the present sources: the agent's own,
-        and the file that label and directory choose.
+        """Return the present sources of settings: the agent's own, and the file that label and
+        directory choose.
         """
         try:
             self._choose(await asyncio.to_thread(keys_in, self._named_documents.directory))
@@ -156,7 +156,7 @@ class NamedConfiguration:
             return load.load_sources(sources)
         except ConfigError as err:
             before = self._before_restart
-            if before is None or (before.key and not before.text):
+            if before is None or (before.key and not before.text):  # its content is not known
                 raise
             named = Choice(before.key)
             own = None if sources.file is None else load.read(sources.file)
@@ -187,6 +187,7 @@ class NamedConfiguration:
         self._set_problem("; ".join(filter(None, (found.problem, unread))))
 
     def _take(self, choice: Choice) -> None:
+        """Make a valid choice the last one; record it if it is not the one of before."""
         if choice != self.choice:
             self.choice = choice
             self.journal.record(
@@ -205,11 +206,13 @@ class NamedConfiguration:
         self.problem = problem
 
     def _with(self, choice: Choice) -> Sources:
+        """Return the agent's own sources and the file of ``choice``."""
         return msgspec.structs.replace(
             self._own_sources, flags={**self._own_sources.flags, _FILE_FLAG: self._file(choice)}
         )
 
     def _file(self, choice: Choice) -> str:
+        """Return the path of the chosen file; empty for the choice of none."""
         return self._named_documents.path(choice.key) if choice.key else ""
 
     async def _read_label(self) -> None:
@@ -295,7 +298,7 @@ async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfigu
     directory is set.
 
     Raises:
-        ConfigError: see `NamedConfiguration.begin`.
+        ConfigError: the directory cannot be read, or the chosen configuration is invalid.
     """
     if not plugin_document().named_documents(loaded.settings).directory:
         return loaded, None

@@ -33,7 +33,7 @@ class Reload:
     """The configuration in force, and the reasons why a newer one is not.
 
     State: ``loaded`` is the newest valid one. It is in force, except for those of its settings that
-    are in ``needs_restart``. `problems` are about the newest of all.
+    are in ``needs_restart``. `problems` are about the newest of all, valid or not.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Reload:
         at_once, _ = reloadable_difference(self.loaded.settings, outcome.settings)
         _, later = reloadable_difference(self._at_start, outcome.settings)
         try:
+            # the new values of settings that can change at once, the values of the start elsewhere
             await self._apply(in_force(running=self._at_start, new=outcome.settings))
         except ConfigError as err:
             self._refuse(err)

@@ -63,6 +63,13 @@ class Report:
     `vgpu_agent.status` explains each value.
 
     Attributes:
+        gpu_watch: the inventory and the use of the GPUs, and the state of NVML.
+        families: the families as they were built from the settings in force.
+        offering: the plugin servers, one for each resource that is offered.
+        overcommits: the starts on GPUs of which a scheduler has assigned more than they have.
+        regions: cuts files back that containers have mounted writable and made grow.
+        verification: compares the ledger with the kubelet's records.
+        reload: the configuration in force, and its changes since the start.
         container_usage: the use by containers, as their regions showed it last.
         controlled_uses: the use by containers that are limited by vgpu-control.
         mps: returns the status of each MPS control daemon.
@@ -211,7 +218,9 @@ class Report:
                 free={
                     resource.name: ledger.free_ids(resource.name) for resource in ledger.resources
                 },
-                # Decider.NOBODY: the resource exists only for schedulers to count
+                # `decided_by`: what decides on the share of a container: the ids of the resource
+                # (IDS), the pod's limits and annotations (POD), or nothing, because the resource
+                # exists only for schedulers to count (NOBODY)
                 rooms={
                     resource.name: ledger.rooms(resource.name)
                     for resource in ledger.resources
@@ -223,10 +232,12 @@ class Report:
                     if resource.decided_by is Decider.NOBODY
                 ),
                 sharing={
+                    # how containers share a device: not at all, by time-slicing, or by MPS
                     resource.name: resource.sharing.value
                     for resource in ledger.resources
                     if resource.decided_by is Decider.IDS
                 },
+                # devices with more compute or containers booked than they have room for
                 overcommitted=ledger.overcommitted,
                 uses=ledger.uses,  # which family each GPU serves, and which pods wait for it
                 # ids that are not granted now, e.g. because their GPU serves another family
@@ -319,8 +330,9 @@ class Report:
 
 
 def _max_holders(resources: Iterable[Resource]) -> dict[str, int]:
-    """Return the maximum number of holders of each device, by UUID. A device serves one family at a
-    time, so this is the largest number that any family allows.
+    """Return the maximum number of holders of each device, by UUID; a holder is a container, or an
+    id where the ids name the devices. A device serves one family at a time, so this is the largest
+    number that any family allows.
     """
     by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for resource in resources:

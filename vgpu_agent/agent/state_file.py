@@ -18,7 +18,7 @@ from vgpu_agent.status import WriteFailure
 
 _logger = log.get(__name__)
 
-Facts = TypeVar("Facts")
+Facts = TypeVar("Facts")  # the content of a file
 
 
 class StateFile(Generic[Facts]):
@@ -43,7 +43,7 @@ class StateFile(Generic[Facts]):
             directory: ``stateDirectory``; made when it is missing.
             name: the name of the file in it.
             facts: the type that is encoded.
-            when_unreadable: the consequence of a damaged file, for the log.
+            when_unreadable: what happens without the content of a damaged file, for the log.
             when_not_written: what is lost until the file can be written.
         """
         self._path = Path(directory) / name
@@ -53,7 +53,7 @@ class StateFile(Generic[Facts]):
         self._written: Facts | None = None
         # why the last facts could not be written; None while the file has them
         self.failure: WriteFailure | None = None
-        self._changes = log.ChangeFilter()
+        self._changes = log.ChangeFilter()  # of failures, so that a repeated one is not logged
 
     async def read(self) -> Facts | None:
         """Read what was written last, by this process or an earlier one;

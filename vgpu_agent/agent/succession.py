@@ -2,7 +2,7 @@
 
 In a rolling update the new agent starts beside the old one (``maxSurge``). It reads GPUs, pods
 and the kubelet's records first. Then it asks the old one, over a socket in ``stateDirectory``, to
-let go. The old one ends its streams in a way that the kubelet does not notice
+hand the node over. The old one ends its streams in a way that the kubelet does not notice
 (`DevicePlugin.unlink`: a registration that fails makes the kubelet forget the plugin's connection),
 and goes on answering. The new one registers, and says so. Now the old one stops, and the new one
 reads what has changed meanwhile. So there are healthy ids all the time, and each call is answered
@@ -59,7 +59,7 @@ _PROTOCOL = 1
 # streams (12 s with a kubelet that hangs), writes its records (10 s on a disk that hangs), answers
 # the calls under way or ends them (6 s) and ends its MPS daemons (10 s).
 ANSWER_SECONDS = 45.0
-_LOCK_PAUSE_SECONDS = 0.2
+_LOCK_PAUSE_SECONDS = 0.2  # between two attempts to take the lock
 # A request that does not come at once is none of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 64 * 1024  # a resource name has less than 320 characters
@@ -88,11 +88,13 @@ class Request(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Answer(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """The answer of the old agent.
+    """The answer of the old agent. If all three truth values are false, it refuses: it is of
+    another version of the protocol, serves another kubelet, or is ending.
 
     Attributes:
         released: the old agent answers no call of the kubelet and writes nothing any more.
-        serving: it answers calls until the new agent has registered, and asks for its next line.
+        serving: it answers calls until the new agent has registered, and waits for the line that
+            says so.
         busy: another agent is taking over, or has.
         version: the version of the old agent, for the log.
     """
@@ -126,9 +128,11 @@ class Succession:
         self._reader: asyncio.StreamReader | None = None
         self._predecessor: asyncio.StreamWriter | None = None
         self._server: asyncio.Server | None = None
+        # of our own socket file, which a successor's replaces under the same name
         self._identity: sockets.SocketIdentity | None = None
         self._releasing = self._stopping = self._predecessor_silent = False
-        self._release_over = asyncio.Event()  # or given up
+        # set when a release has ended, or was given up because the successor is gone
+        self._release_over = asyncio.Event()
         self._successor: asyncio.StreamWriter | None = None
         self.handed_over = asyncio.Event()
         self.successor_lost = asyncio.Event()
@@ -137,8 +141,9 @@ class Succession:
         """Connect to the agent that serves this node; tell whether there is one. Without one, this
         agent has the lock.
 
-        While another agent has the lock and no socket, it is starting or stopping. Then ``waiting``
-        is called, and this waits, but not for longer than `ANSWER_SECONDS`.
+        While another agent has the lock and no socket, it is starting or stopping. Then this waits,
+        but not for longer than `ANSWER_SECONDS`, and calls ``waiting`` at each attempt, so that the
+        agent's status can say why its start takes long.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + ANSWER_SECONDS
@@ -188,10 +193,10 @@ class Succession:
     async def take_over(
         self, resources: Iterable[str], register: Callable[[], Awaitable[None]]
     ) -> None:
-        """Ask the predecessor to let go, and return when it has, or when it is gone. One that does
-        not answer within `ANSWER_SECONDS`, or that refuses and does not end in that time, counts as
-        dead. ``register`` is awaited if this agent is to register its ``resources`` while the other
-        still serves them.
+        """Ask the predecessor to hand the node over, and return when it has, or when it is gone.
+        One that does not answer within `ANSWER_SECONDS`, or that refuses and does not end in that
+        time, counts as dead. ``register`` is awaited if this agent is to register its ``resources``
+        while the other still serves them.
 
         Raises:
             AgentError: a third agent is taking over at the same time.
@@ -242,9 +247,10 @@ class Succession:
         resources beside it, and tells whether that is possible. ``serve_again`` undoes that, when
         the other one ends before it has registered.
 
-        Where that is impossible, it is logged, and an upgrade has the gap of a restart.
+        Where no socket can be made for that, it is logged. Then an upgrade leaves the node without
+        healthy ids for a moment, as a restart does.
         """
-        # Under another name first: the predecessor's socket goes with the new one's appearance.
+        # Under another name first: the renaming replaces the predecessor's socket in one step.
         unfinished = self._path.with_suffix(".new")
         try:
             listener = await asyncio.to_thread(_bind, unfinished)
@@ -349,7 +355,7 @@ class Succession:
             _logger.warning("succession.broken", error=str(err) or "no request came")
             return False
         if (
-            request.protocol != _PROTOCOL  # from the future
+            request.protocol != _PROTOCOL  # of a later version of the agent
             or request.kubelet_directory != self._kubelet_directory
             or self._stopping
         ):
@@ -384,7 +390,9 @@ class Succession:
 
 
 async def _try(unlinking: Awaitable[bool]) -> bool:
-    """Await it; a fault means that the way without it is taken."""
+    """Await the call of ``unlink``; tell whether the successor can register beside this agent. When
+    it fails, the streams end first, as where it is impossible.
+    """
     try:
         return await unlinking
     except (AgentError, OSError) as err:

@@ -36,7 +36,7 @@ def for_scheduled(
     binding: Binding,
 ) -> str:
     """Return the advice for a pod whose scheduler has named the GPU;
-    ``shares`` are what it asks for.
+    ``shares`` are what it asks for, and ``err`` says on which device they were refused.
     """
     share = next(
         (share for share in shares if share.device == err.device and inventory.gpu(share.device)),
@@ -89,7 +89,7 @@ def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inv
     free = [
         room.device
         for room in rooms
-        if not room.trouble
+        if not room.trouble  # why no container may get anything of it
         and not room.exclusive
         and room.holders_free  # how many more containers may share it
         and room.device != err.device
@@ -102,7 +102,7 @@ def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inv
 
 
 def _use(err: LedgerError, ledger: Ledger, inventory: Inventory) -> list[str]:
-    """Name the pods that use the GPU, if that is the reason of the error."""
+    """Say how many pods of another family use the GPU, if that is the reason of the error."""
     found = inventory.device(err.device)
     gpu = found[0].uuid if found else err.device
     use = next((use for use in ledger.uses if use.gpu == gpu), None)
@@ -123,6 +123,7 @@ def _pods(use: GpuUse) -> str:
 
 def _moment(use: GpuUse) -> str:
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(use.since))
+    # earlier: the agent has found the shares when it started
     return f"{since} or earlier" if use.or_earlier else since
 
 

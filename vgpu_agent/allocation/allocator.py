@@ -60,9 +60,9 @@ class Allocator:
     Attributes:
         allocated_at: resource → unix seconds of its last Allocate.
         late_start: the starts of containers whose pods decide.
-        early: their answers in early mode.
-        ready: while it is not set, the kubelet's calls wait: the ledger is about to be read from
-            the records of an agent that has just stopped.
+        early: the answers to Allocate for such containers in early mode.
+        ready: while it is not set, the kubelet's calls wait: an agent that served before this one
+            is about to stop, and its last bookings are not in this ledger yet.
     """
 
     def __init__(self, context: Context) -> None:
@@ -77,6 +77,7 @@ class Allocator:
         self.late_start = LateStart(
             context, claims=self._claims, ended_pods=ended_pods, early=self.early
         )
+        # the meaning of the kubelet's records: the devices and shares behind ids
         self._interpretation = Interpretation(context)
         self._desired_pods = desired_state.DesiredPods()
         self._locks = NodeLocks()
@@ -106,7 +107,7 @@ class Allocator:
         self._context.mode = mode
 
     def use_families(self, families: Families) -> None:
-        """Answer with other options from now on (a reloaded configuration);
+        """Answer by these families, with their options, from now on (a reloaded configuration);
         grants stay as they are.
         """
         self._context.families = families
@@ -190,6 +191,7 @@ class Allocator:
             offered = self._ledger.resource(resource)
             if offered.decided_by is Decider.NOBODY:  # it is only there for schedulers to count
                 if self.mode is not None and not self.mode.late:
+                    # their number is a sign of the container that the next Allocate is for
                     self.early.note_counted_ids(resource, len(ids))
                 return Edits()
             next(
@@ -362,7 +364,9 @@ class Allocator:
     # -- desired state -----------------------------------------------------------------------------
 
     def desired_node(self, node: Node, now: float) -> DesiredNode:
-        """Return the desired state of our Node, for all families together."""
+        """Return the desired state of our Node at ``now`` (unix seconds), for all families
+        together.
+        """
         return desired_state.desired_node(self._context, node, self.allocated_at, now, self._locks)
 
     def cleanup(self, now: float) -> DesiredNode:
@@ -370,9 +374,10 @@ class Allocator:
         return desired_state.cleanup(self._context.families, now)
 
     def desired_pods(self) -> dict[str, DesiredPod]:
-        """Return the desired state of our pods, by the kubelet's UID;
-        only pods of which something is desired.
+        """Return the desired state of our pods, by the UID under which the kubelet keeps each (for
+        a static pod not that of the API server); only pods of which something is desired.
         """
+        # the UIDs of pods of which a container was refused for good
         failed = {
             refusal.pod.kubelet_uid for refusal in self._context.refusals.current if refusal.final
         }

@@ -3,10 +3,10 @@ pod that gives way.
 
 The kubelet may give ids to two pods, and takes them from neither (kubelet §7). Its calls for the
 two are the same, so no start with these ids can be allowed while both pods are there, and both
-would wait for ever. So one of them is refused for good, which tells its owner, and lets `cluster`
-recreate or evict it where the operator wants that. It is never a pod of which a container with such
-devices has started, nor a static pod, which the API server cannot end. If there is no other, a
-person has to decide.
+would wait for ever. So one of them gives way: it is refused for good, which tells its owner, and
+lets `cluster` recreate or evict it where the operator wants that. It is never a pod of which a
+container with such devices has started, nor a static pod, which the API server cannot end. If there
+is no other, a person has to decide.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ AMBIGUITY_SECONDS = 5.0
 _FORGET_SECONDS = 60.0
 _GIVE_WAY = "the other pod keeps them: delete this one, so that the next one gets other ids"
 
-_Key = tuple[str, str]  # the kubelet's UID of a pod, and a container
+# the kubelet's UID of a pod (a static pod's own, not that of its mirror), and a container
+_Key = tuple[str, str]
 
 
 class Ambiguities:
@@ -88,8 +89,9 @@ class Ambiguities:
             )
 
     def note_identified(self, token: str, start: Start | None) -> None:
-        """Follow a start that was identified: the ids have one holder now. ``start`` is None where
-        a container starts again from the spec of its earlier start, while the watch does not show
+        """Forget the ambiguity of ids that have one holder now, and the refusals of a pod that was
+        to give way and starts after all. ``start`` is the start of the holder, None where a
+        container starts again from the spec of its earlier start, while the watch does not show
         its pod.
         """
         self._forget(token)

@@ -28,13 +28,15 @@ class IdAllocator:
         self, offered: Resource, available: Sequence[str], must_include: Sequence[str], size: int
     ) -> list[str]:
         """Return the ids that suit best. Never raises, because the kubelet would fail the pod
-        (kubelet §6). Where no ids suit, the first available ones are returned.
+        (kubelet §6). Where no ids suit, the first available ones are returned. ``available``,
+        ``must_include`` and ``size`` are those of the kubelet's GetPreferredAllocation.
         """
         # The kubelet's view of health can be a moment older than ours; what Allocate would refuse
         # is not recommended.
         usable = {entry.id.id for entry in self._ledger.listing(offered.name) if entry.healthy}
         healthy = [id_ for id_ in available if id_ in usable]
-        # GPUs that other families are offered or have, to be taken last, and those of this family
+        # The use of the GPUs: those that serve this family already are taken first, and those that
+        # other families have last.
         other_families = neighbours_of(self._ledger, offered.family, self._ledger.grants)
         try:
             return self._family(offered).prefer(
@@ -64,7 +66,7 @@ class IdAllocator:
                 offered.name, ids, family.shares(offered.name, ids, inventory)
             )
         except (CapacityError, UnhealthyDeviceError) as err:
-            if err.advice or not err.device:
+            if err.advice or not err.device:  # it has remedies already, or is not about one device
                 raise
             raise err.advised(advice.for_ids(err, self._ledger, offered, inventory)) from err
         return grant, family.edits(offered, ids, inventory)

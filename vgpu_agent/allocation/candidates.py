@@ -25,7 +25,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """(the kubelet's UID of the pod, container)."""
+        """(UID of the pod, container). The UID is the one that the kubelet has: for a static pod,
+        its mirror in the API server has another.
+        """
         return self.pod.kubelet_uid, self.container.name
 
 
@@ -49,11 +51,12 @@ def candidates(
 
     Args:
         pods: in the order in which they were bound.
-        answered: the containers that have an answer to Allocate already.
-        resource: what is allocated.
+        answered: the containers that have an answer to Allocate already, see `Candidate.key`.
+        resource: the name of the resource whose ids are allocated.
         count: how many ids.
         node: the node's name.
-        id_counts: how many ids there are of each of our resources.
+        id_counts: how many ids there are of each of our resources; None: whether a pod wants more
+            is not checked.
         admitted_up_to: the highest `Pod.bound` (the position in the order of binds) of the pods to
             which the kubelet is known to have given ids.
     """
@@ -76,6 +79,7 @@ def candidates(
             and (pod.kubelet_uid, container.name) not in answered
         ]
         if waiting and waiting[0].limits[resource] == count:
+            # not `scheduled`: no scheduler has bound it, but its owner has set its Node
             late = not pod.scheduled and pod.bound < admitted_up_to
             (overtaken if late else found).append(Candidate(pod, waiting[0]))
     return found + overtaken

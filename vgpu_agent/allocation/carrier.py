@@ -36,7 +36,8 @@ def grant_token(resource: str, ids: Iterable[str]) -> str:
 
 def tokens_of(pod_uid: str, grants: Iterable[Grant]) -> tuple[str, ...]:
     """Return the tokens of those of ``grants`` whose shares were decided for a pod;
-    ``pod_uid`` is the kubelet's UID of it.
+    ``pod_uid`` is the UID that the kubelet knows it by, which differs from the API server's for
+    static pods.
 
     They connect the log lines about a pod, from its Allocate to the last patch of its annotations.
     """
@@ -67,8 +68,9 @@ class GrantRecord(msgspec.Struct, frozen=True):
         may_overcommit: a scheduler decided, so the shares may exceed the device's compute or its
             number of holders.
         inits_not_running: the init containers of the pod that had ended, or were still to start,
-            when this one started (`holdings.ruled_out`). Main containers are left out: one that
-            starts again without the agent has no new record.
+            when this one started (`holdings.ruled_out`): an older record of one of them no longer
+            counts. Main containers are left out: one may start again while the agent is away, and
+            then its old record is the only one.
     """
 
     token: str

@@ -5,7 +5,8 @@ GPU in an annotation of the pod. In families whose device ids name GPUs, the sch
 counted ids. There a bound pod is *demand* for a number of ids until the kubelet has admitted it. If
 the GPUs that serve its family do not cover the demand, free GPUs are claimed for it. Without them
 the kubelet would fail the pod for good, while a pod of Volcano would only wait. So demand has
-priority over claims by annotation, except those that are older than `demand.EQUAL_AGE_SECONDS`.
+priority over claims by annotation, except those that have stood for more than two seconds
+(`demand.EQUAL_AGE_SECONDS`).
 
 The claims are derived from the pods, the families and the grants alone, so a restart loses nothing.
 A claim begins when the watch shows the bound pod. It ends when the container gets its shares, when

@@ -108,14 +108,15 @@ class Context(msgspec.Struct):
         inventory: returns the current inventory of the GPUs.
         journal: receives the events.
         pods: the pods of this node.
-        read_records: see `RecordsReader`.
-        fetch_pod: see `Fetch`.
+        read_records: reads the kubelet's records about some ids.
+        fetch_pod: asks the API server for one pod.
         carrier: delivers grants to the container runtime.
         refusals: the starts that are refused now.
         settings: section ``binding``.
         divider: divides GPUs; None where that is not possible.
         notices: messages to the owners of pods.
-        overcommits: the starts that exceeded a device.
+        overcommits: the starts that were let through although their shares exceed what a device
+            had left.
         node_annotations: returns the annotations of this node's Node in the API server; empty while
             the Node has not been read.
         api_reachable_seconds: returns for how many seconds the API server has answered without a
@@ -157,12 +158,13 @@ class Context(msgspec.Struct):
         decider: str,
         provision: Provision,
     ) -> GrantRecord:
-        """Return the record of a decision that is made now, for the carrier.
+        """Return the record of a decision that is made now, which the carrier keeps.
 
-        ``decider`` says in words who has decided. The record's time is later than that of every
-        other record, because the order of the records shows which containers of a pod have ended.
-        The records outlive reboots, so their time is wall time; and the wall clock may have been
-        set back since the latest record.
+        ``token`` and ``id_count`` are those of the grant's ids, ``provision`` is what puts the
+        grant in force, and ``decider`` says in words who has decided. The record's time is later
+        than that of every other record, because the order of the records shows which containers of
+        a pod have ended. The records outlive reboots, so their time is wall time; and the wall
+        clock may have been set back since the latest record.
         """
         latest = max((record.decided_at for record in self.carrier.records), default=0.0)
         return GrantRecord(
@@ -176,7 +178,8 @@ class Context(msgspec.Struct):
             decided_at=max(self.clock(), math.nextafter(latest, math.inf)),
             own_directory=provision.own_directory,
             may_overcommit=grant.may_overcommit,
-            # `ruled_out`: the containers that cannot run when this one starts
+            # `ruled_out`: the containers that cannot run when this one starts. So older records of
+            # these init containers no longer count.
             inits_not_running=tuple(
                 name
                 for name in ruled_out(pod, owner.container)

@@ -2,8 +2,9 @@
 
 Their scheduler has counted ids and named no GPU. So a pod that the kubelet has not admitted yet is
 demand for so many ids. The GPUs that serve its family cover it first; free GPUs are kept for the
-rest. A pod claims nothing that the kubelet cannot give it, and nothing after admission. Pure; used
-by `claims`.
+rest. What the pods before it need is *older* demand. A pod claims nothing that the kubelet cannot
+give it, and nothing after admission. In other families a scheduler has named the GPU in an
+annotation of the pod: a claim *by annotation*. Pure; used by `claims`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ their pods wait, while the kubelet would fail the pods of the demand for good.
 
 
 class _Left(msgspec.Struct):
-    """The ids of one resource without a holder or older demand:
-    how many on GPUs in use, and GPU → how many on free ones.
+    """The ids of one resource that have no holder and that no pod before needs: how many on GPUs
+    that serve its family, and GPU → how many on free ones.
     """
 
     serving: int
@@ -52,12 +53,13 @@ class Demand:
         Args:
             ledger: the ledger.
             named: the claims by annotation.
-            priority: the number that is subtracted from each pod's position in the order of binds,
-                so that its claims come before claims by annotation of pods that were bound about
-                then.
+            priority: a number larger than any pod's position in the order of binds. It is
+                subtracted from that position, so that claims of demand come before claims by
+                annotation of pods that have no share yet, whenever the pods were bound.
             now: unix seconds.
         """
         self._ledger, self._priority, self._now = ledger, priority, now
+        # resources whose ids name the devices
         self._offers = {
             offer.name: offer for offer in ledger.resources if offer.decided_by is Decider.IDS
         }
@@ -68,6 +70,7 @@ class Demand:
             for offer in ledger.resources
             if offer.decided_by is not Decider.NOBODY
         }
+        # (UID of the pod, GPU) → since when it has a claim, in unix seconds
         self._before = {(claim.pod_uid, claim.gpu): claim.since for claim in ledger.claims}
         # GPU → the families of claims by annotation: the young ones, which give way to demand
         # (`EQUAL_AGE_SECONDS`), and the older ones, to which demand gives way
@@ -78,9 +81,9 @@ class Demand:
             (self._young if young else self._older).setdefault(claim.gpu, set()).add(claim.family)
         self._taken: dict[str, str] = {}  # GPU → the family that older demand keeps it for
         self._left: dict[str, _Left] = {}
-        # ids that were granted a moment ago, to pods that are not known yet
+        # resource → how many ids were granted a moment ago, to pods that are not known yet
         self._unnamed = collections.Counter[str]()
-        # (resource, UID of the pod, or its namespace and name)
+        # (resource, pod that holds ids of it: by its UID, and again by ``namespace/name``)
         self._holders = set[tuple[str, str]]()
         for grant in ledger.grants:
             if grant.owner is None:
@@ -101,6 +104,7 @@ class Demand:
         ]
 
     def _of_resource(self, pod: Pod, resource: Resource, count: int) -> list[Claim]:
+        """Return the pod's claims for ``count`` ids of one resource."""
         name, family = resource.name, resource.family
         if not self._holders.isdisjoint({(name, pod.kubelet_uid), (name, pod.full_name)}):
             return []
@@ -137,8 +141,9 @@ class Demand:
     def _choose(
         self, pod: Pod, family: str, free: Mapping[str, int], missing: int
     ) -> dict[str, int]:
-        """Choose GPUs: first those that older demand of the family has, last those that another
-        family has named. GPU → ids of it.
+        """Choose free GPUs for ``missing`` ids: first those that pods of the family before this one
+        need, last those that a scheduler has named for another family a moment ago. ``free`` has
+        the ids left on each free GPU. Return GPU → ids of it.
         """
 
         def rank(gpu: str) -> tuple[bool, ...]:

@@ -30,8 +30,9 @@ def desired_node(
     """Return the desired state of our Node.
     A family that serves no container now announces that nothing is free.
 
-    ``allocated_at`` has resource → unix seconds of its last Allocate. From it, ``locks`` tells
-    which annotation of a scheduler, with which it keeps the Node for one pod, can be removed.
+    ``allocated_at`` has resource → unix seconds of its last Allocate, and ``now`` is in unix
+    seconds, too. From them, ``locks`` tells which annotation of a scheduler, with which it keeps
+    the Node for one pod, can be removed.
     """
     families, ledger, inventory = context.families, context.ledger, context.inventory()
     desired_state = DesiredNode()
@@ -75,18 +76,21 @@ class DesiredPods:
     """
 
     def __init__(self) -> None:
+        # UID → the facts at the last call, and the desired state that follows from them
         self._known: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
 
     def __call__(
         self, context: Context, served_before: Collection[Grant], failed: Collection[str]
     ) -> dict[str, DesiredPod]:
-        """Return the desired state by the kubelet's UID; only pods of which something is desired.
+        """Return the desired state by the UID under which the kubelet keeps the pod (a static pod
+        has another one in the API server); only pods of which something is desired.
 
         Args:
             context: the families, the grants and the pods.
-            served_before: grants that were put in force since the start; some of their pods ended
-                before their desired state was written.
-            failed: UIDs of pods that will never start here.
+            served_before: grants that were put in force since the agent's start; some of their
+                pods ended before their desired state was written.
+            failed: the kubelet's UIDs of pods that will never start here, because a start was
+                refused for good.
         """
         families = context.families
         started: dict[str, dict[tuple[str, str], Grant]] = {}
@@ -95,7 +99,7 @@ class DesiredPods:
             # proven: the kubelet names the very container that the shares were decided for
             *(grant for grant in context.ledger.grants if grant.proven and grant.shares),
         ):
-            if grant.decided_for:
+            if grant.decided_for:  # the UID and the container that its shares were decided for
                 uid, container = grant.decided_for
                 started.setdefault(uid, {})[grant.family, container] = grant
         desired: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}

@@ -26,7 +26,7 @@ _CORDON_OWNER = "division"  # by whom the ledger's cordons are set and lifted
 
 
 class _Change(msgspec.Struct, frozen=True):
-    """One GPU while it is divided; ``outcome`` becomes ""
+    """One GPU while it is divided for ``pod`` (``namespace/name``); ``outcome`` becomes ""
     when it is divided, or the reason why that failed.
     """
 
@@ -47,7 +47,7 @@ class Division:
         self._inventory = context.inventory
         self._journal = context.journal
         self._divider = context.divider
-        self._under_way: dict[str, _Change] = {}
+        self._under_way: dict[str, _Change] = {}  # by the UUID of the GPU
 
     async def bring_about(
         self, layouts: Sequence[MigLayout], family: str, pod: str, until: float
@@ -55,9 +55,10 @@ class Division:
         """Return when all of ``layouts`` are in force.
 
         Args:
-            layouts: of different GPUs.
+            layouts: different GPUs, each with the MIG instances that it is to have.
             family: the family in whose vocabulary the pod asks.
-            pod: the pod that needs the division; it is named in the messages to other pods.
+            pod: ``namespace/name`` of the pod that needs the division, for the messages to other
+                pods.
             until: the loop's time by which the caller must have an answer; the change goes on after
                 it.
 
@@ -94,7 +95,7 @@ class Division:
         """Return when the new instances are in the ledger without a cordon, or when time is up. An
         instance has a cordon as long as it has no CDI name, for example.
 
-        The booking then reports what is wrong.
+        When time is up, the booking of the shares, which follows, reports what is wrong.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):

@@ -65,7 +65,8 @@ class EndedPods:
         these starts try again.
 
         Args:
-            start: the container that needs room.
+            start: the container that needs room; the kubelet must have its answer by
+                ``start.until``, a time of the event loop.
             attempt: decides and books, without any await.
 
         Raises:
@@ -121,11 +122,13 @@ class EndedPods:
         """Release grants and repeat ``attempt``, until it succeeds or no other pod is ending.
 
         The kubelet may drop a pod from its records a moment before the API server shows the pod's
-        end. Such a pod is *ending*, and the loop waits for the API server.
+        end. Such a pod is *ending*, and the loop waits for the API server. ``before`` has the
+        grants at the time when the kubelet was asked, by number.
         """
         now = asyncio.get_running_loop().time
         # as long as a start waits for a pod that the watch has not shown yet
         until = min(start.until, now() + identification.POD_WAIT_SECONDS)
+        # `revision` counts the changes of the pods that the watch has shown
         live, pods = (
             self._live_pods(start, kubelet_evidence.pod_resources),
             self._context.pods.revision,
@@ -214,7 +217,8 @@ class EndedPods:
                 )
                 continue
             container = pod.container(owner.container)
-            # pod-resources hides init containers, whose pod may well be alive.
+            # A grant without shares takes no room, so its end need not be awaited. pod-resources
+            # hides init containers, whose pod may well be alive.
             ending |= (
                 bool(grant.shares)
                 and container is not None

@@ -44,7 +44,7 @@ def with_single_holders(
     pod's status, holds ids that the kubelet has given to another pod as well (kubelet §7): the
     other cannot start.
     """
-    if records.entries is None:
+    if records.entries is None:  # the lines of the checkpoint
         return records
     holdings = (
         records.holdings
@@ -57,6 +57,7 @@ def with_single_holders(
         for holding in holdings
         if holding.resource in resources
     ]
+    # the pods whose holdings are listed: UID → a holder, for the pod's name
     alive = {holding.owner.pod_uid: holding.owner for holding in listed if holding.owner.pod_uid}
     # Of holders without a UID no entry is known, so they keep the ids that pod-resources lists for
     # them.
@@ -167,14 +168,14 @@ def ruled_out(pod: Pod, starting: str) -> tuple[str, ...]:
 
 
 def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
-    """Return the numbers of the grants of containers of ``pod`` that cannot run when ``starting``
-    starts (`ruled_out`).
+    """Return the numbers (`Grant.number`) of those ``grants`` that were decided for containers of
+    ``pod`` which cannot run when ``starting`` starts (`ruled_out`).
     """
     names = ruled_out(pod, starting.container)
     return [
         grant.number
         for grant in grants
-        if grant.decided_for
+        if grant.decided_for  # (pod's UID, container)
         and grant.decided_for[0] == starting.pod_uid
         and grant.decided_for[1] in names
     ]
@@ -204,6 +205,7 @@ def _with_uid(holding: Holding, entries: Collection[Holding], pod_cache: PodCach
 
 
 def _lives(uid: str, alive: Collection[str], records: KubeletRecords, pod_cache: PodCache) -> bool:
+    """Tell whether the pod of a line of the checkpoint may still have containers."""
     if not records.complete:
         # The checkpoint itself shows no ends, and the pod may be one that was never seen.
         return not pod_cache.has_ended(uid)
@@ -220,8 +222,8 @@ def _rank(
 ) -> tuple[int, bool, int, str]:
     """Rank the entries that have the same id; the lowest rank holds it.
 
-    That is the container that runs last in its pod, or, in an unknown pod, the smaller entry. An
-    init container that runs comes first: the containers after it have not started.
+    That is the container that runs last in its pod, or, in an unknown pod, the entry with fewer
+    ids. An init container that runs comes first: the containers after it have not started.
 
     Args:
         entry: a line of the checkpoint.
@@ -243,6 +245,9 @@ def _rank(
 
 
 def _named(owner: Owner, listed: Owner | None, pod: Pod | None) -> Owner:
+    """Return ``owner``, of a line of the checkpoint, with the names that the line lacks: the pod's
+    and its namespace's, from a holding of the same pod or from the pod.
+    """
     if listed is not None:
         return Owner(owner.container, owner.pod_uid, listed.namespace, listed.pod)
     return Owner(owner.container, owner.pod_uid, pod.namespace, pod.name) if pod else owner

@@ -7,8 +7,8 @@ is enough. Where they contradict each other, or two pods could be meant, the sta
 the kubelet retries.
 
 The records are read after the kubelet's call. A pod that our watch does not show yet is waited
-for and then requested once. Without an answer of the API server, a container that has started here
-before is known by the grant record in its CDI spec.
+for. If it does not come in time, a container that has started here before is known by the grant
+record in its CDI spec; any other pod is requested from the API server once.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Identification:
         self, offered: Resource, ids: Sequence[str], token: str, family: PodFamily
     ) -> Start | GrantRecord:
         """Return the container that is about to start,
-        or the record of its earlier start when its pod cannot be asked about.
+        or the record of its earlier start when the watch does not show its pod.
 
         Args:
             offered: the resource.

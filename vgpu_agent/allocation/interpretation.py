@@ -39,25 +39,30 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 
-# grant records by token, and by the pod's UID
+# grant records by token (a hash of the resource and its ids), and by the pod's UID
 _Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
 
 
 class Interpretation:
     """The interpreter of the kubelet's holdings. It uses families, pods and grant records.
 
-    State: an index of the grant records, rebuilt when they change; and the holdings of the last
-    `with_single_holders`, to which each interpreted holding belongs.
+    State: an index of the grant records, rebuilt when they change; and the holdings that
+    `with_single_holders` returned last. The holdings that are interpreted after it are these.
     """
 
     def __init__(self, context: Context) -> None:
+        """Read what ``context`` has: families, ledger, pods, inventory, and in its ``carrier`` the
+        grant records.
+        """
         self._context = context
         self._ledger = context.ledger
         self._index: tuple[tuple[GrantRecord, ...], _Index] | None = None
         self._holdings: tuple[Holding, ...] = ()
 
     def with_single_holders(self, records: KubeletRecords) -> KubeletRecords:
-        """Return ``records`` with one holder for each id, see `holdings.with_single_holders`."""
+        """Return ``records`` with one holder for each id of the resources where the pod decides,
+        also where the kubelet has given an id to several containers.
+        """
         names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
         names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
             record.resource for record in self._context.carrier.records
@@ -68,6 +73,7 @@ class Interpretation:
             for record in self._context.carrier.records
         }
         found = with_single_holders(records, names, self._context.pods, running_inits, decided)
+        # `entries` is None: the checkpoint could not be read
         hidden = self._hidden_inits(running_inits) if records.entries is None else {}
         self._holdings = tuple(
             self._with_recorded_container(holding, hidden) if holding.resource in names else holding
@@ -85,6 +91,8 @@ class Interpretation:
         )
         # ``idle`` and ``paused`` are the families that offer nothing now: those whose ids name
         # devices, and those whose pods decide.
+        # First the families whose name the resource certainly is, then those that only may have
+        # offered it.
         for ownership in (Ownership.CERTAIN, Ownership.POSSIBLE):
             for by_ids in (*families.id_families, *families.idle):
                 # A family also owns names that it may have offered under earlier settings. A name
@@ -208,7 +216,7 @@ class Interpretation:
         if record is not None:
             if self._is_outdated(record, pod):
                 return InterpretedHolding(family.name, shares=(), by_pod=True)
-            key = (record.owner.pod_uid, record.owner.container)
+            key = (record.owner.pod_uid, record.owner.container)  # whom the shares are for
             return InterpretedHolding(
                 family.name,
                 record.shares,
@@ -228,8 +236,8 @@ class Interpretation:
     def _is_outdated(self, record: GrantRecord, pod: Pod | None) -> bool:
         """Tell whether a later start in the pod shows that the record's container does not run.
 
-        While the pod is not known, only init containers can be seen to have ended, by the records
-        of later starts.
+        While the pod is not known, only init containers can be seen to have ended: the record of a
+        later start names those that did not run then (`inits_not_running`).
         """
         others = self._records_of_pod(record.owner.pod_uid)
         if pod is not None:
@@ -255,6 +263,7 @@ class Interpretation:
             or (not holding.owner.pod_uid and self._has_other_ids(pod, holding))
         ):
             return InterpretedHolding(family.name, shares=(), by_pod=True)
+        # `recall`: what a running container must have got, by its pod alone
         decision = family.recall(question(self._context, offered, pod, name, holding.ids))
         if decision is None:
             return InterpretedHolding(family.name, shares=(), by_pod=True)
@@ -264,7 +273,7 @@ class Interpretation:
             decision.shares,
             by_pod=True,
             decided_for=key,
-            may_overcommit=decision.by_scheduler,
+            may_overcommit=decision.by_scheduler,  # it may have given more than the device has
         )
 
     def _has_other_ids(self, pod: Pod, holding: Holding) -> bool:
@@ -280,7 +289,8 @@ class Interpretation:
 
     def _started_in_this_sandbox(self, pod: Pod, container: PodContainer) -> bool:
         """Tell whether the container has started since the pod's sandbox was created, by the pod's
-        status and by the grant records.
+        status and by the grant records. `ruled_out` names the containers that cannot run when a
+        given one starts.
 
         After a reboot the status still shows the earlier sandbox. But a decision for an init
         container that is later than the container's last start shows that there is a new sandbox.
@@ -384,12 +394,13 @@ class Interpretation:
 
 def _owns(family: Family, resource: str, offered_by: str) -> Ownership:
     """Return how certain it is that the resource is the family's. It is certain for resources that
-    the family offers now, whatever their names.
+    the family offers now, whatever their names; ``offered_by`` is the family that does, or empty.
     """
     return Ownership.CERTAIN if family.name == offered_by else family.owns(resource)
 
 
 def _from_grant(grant: Grant) -> InterpretedHolding:
+    """Return the holding with the shares that the ledger already has for it."""
     return InterpretedHolding(
         grant.family,
         grant.shares,

@@ -350,7 +350,8 @@ class LateStart:
         """Decide what the container gets.
 
         It keeps what it once got. It does not keep a MIG instance that is gone, on which no process
-        can still run, nor shares by a record that is outdated (`is_outdated`).
+        can still run, nor, as a main container, the shares in its record when an init container of
+        its pod has started since and it has not (`is_outdated`): all containers start anew then.
         """
         held = self._context.ledger.find(start.offered.name, start.ids)
         if (
@@ -448,7 +449,7 @@ class LateStart:
                 decision.shares,
                 start.owner,
                 evidence=(*start.found.evidence, decider),
-                # grants that lose their shares
+                # of containers that cannot run when this one starts; they lose their shares
                 ended=ended_before(self._context.ledger.grants, start.pod, start.owner),
                 may_overcommit=may,
             )
@@ -584,6 +585,7 @@ class LateStart:
         wanted, failed = [], set()
         for grant in context.ledger.grants:
             family, owner = families.get(grant.family), grant.owner
+            # `proven`: the shares were decided for this owner, which the kubelet's records name
             if family is None or owner is None or not grant.proven or not grant.shares:
                 continue
             token = grant_token(grant.resource, grant.ids)

@@ -20,6 +20,7 @@ _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})")
 # The field cdi_devices of ContainerAllocateResponse: alpha in 1.28, on by default from 1.29
 # (kubelet §1). Annotations work before.
 _CDI_FIELD_SINCE = (1, 29)
+# container runtime → the first version that resolves CDI names without a setting for it
 _RUNTIMES = {"containerd": (2, 0), "cri-o": (1, 23)}
 
 

@@ -1,8 +1,8 @@
 """The ids that suit a container whose pod decides: one of each GPU that a scheduler has named.
 
-The ids do not decide what the container gets. But if they belong to the same GPUs, the kubelet's
-records and its NUMA alignment are right. The kubelet does not say for which container it asks, so
-this is a guess, and a wrong one costs nothing.
+They answer the kubelet's GetPreferredAllocation. The ids do not decide what the container gets. But
+if they belong to the same GPUs, the kubelet's records and its NUMA alignment are right. The kubelet
+does not say for which container it asks, so this is a guess, and a wrong one costs nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def of_named_gpus(
     must_include: Sequence[str],
     size: int,
 ) -> list[str]:
-    """Return ids of the GPUs that are named for the container that probably asks;
-    fewer than ``size`` where none is named or some have no id left.
+    """Return ``must_include`` and ids of the GPUs that a scheduler has named for the container that
+    probably asks; fewer than ``size`` where it has named none or some have no id left.
     """
     wanted = collections.Counter(_likeliest(context, family, offered, size))
     device_of = _devices(offered)
@@ -57,12 +57,14 @@ def _likeliest(
     waiting = [
         # the GPUs that a scheduler has given to the container
         family.named(candidate.pod, inventory).get(candidate.container.name, ())
+        # `candidates`: the containers that may be asking for so many ids, the likeliest first
         for candidate in candidates(
             context.pods.pods,
             started,
             offered.name,
             count=size,
             node=context.node,
+            # a pod that wants more ids of a resource than there are is never admitted
             id_counts={offer.name: len(offer.ids) for offer in context.ledger.resources},
         )
     ]

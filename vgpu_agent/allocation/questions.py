@@ -28,6 +28,13 @@ def question(
     """Return the question to a family about one container.
 
     Grants that the container or its ids already have count as free room.
+
+    Args:
+        context: the ledger and other facts that the parts of `allocation` share.
+        offered: the resource whose ids the container has.
+        pod: of the container.
+        container: its name.
+        ids: the device ids that the kubelet has chosen for it.
     """
     ledger = context.ledger
     # the kubelet's, because a static pod has another UID in the API server
@@ -41,7 +48,7 @@ def question(
             if decided_for and decided_for[0] == uid:
                 of_pod.append(grant)
             if decided_for == (uid, container) or not wanted.isdisjoint(grant.ids):
-                own.append(grant.number)
+                own.append(grant.number)  # the number by which the ledger knows it
     # the pod's other containers → their shares
     siblings = {
         grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares
@@ -55,6 +62,7 @@ def question(
         *own,
         *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ()),
     }
+    # device → a grant that has a part of it then
     taken = {
         share.device: grant
         for grant in holding

@@ -31,7 +31,7 @@ class Refusal(msgspec.Struct, frozen=True):
     """One container whose start was refused and that has not started since.
 
     Attributes:
-        pod: as the watch showed it last.
+        pod: as the watch of the API server's pods showed it last.
         resource: the resource of the ids in question.
         reason: the text of the last refusal; the kubelet shows the same in the pod's status.
         advice: the remedies, and the state at the last refusal, in sentences; the kubelet shows it
@@ -70,7 +70,9 @@ class Refusals:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.revision = Revision()
         self._clock = clock
-        self._refusals: dict[tuple[str, str], Refusal] = {}  # by the kubelet's UID and container
+        # by container: (UID of its pod, name). The UID is the one that the kubelet uses; the API
+        # server has another one for static pods only.
+        self._refusals: dict[tuple[str, str], Refusal] = {}
 
     @property
     def current(self) -> tuple[Refusal, ...]:
@@ -130,8 +132,8 @@ class Refusals:
             self._changed()
 
     def forget_absent(self, pods: Iterable[Pod]) -> None:
-        """Remove every container whose pod is not among ``pods`` or has ended,
-        and update the pods of the others.
+        """Remove every container whose pod has ended or is not among ``pods``, all pods of the
+        node; update the pods of the others.
         """
         present = {pod.kubelet_uid: pod for pod in pods if not pod.ended}
         kept = {

@@ -3,8 +3,9 @@ the source of their specs, and what must wait until a runtime can resolve them.
 
 A container whose device name no spec has does not start. So a resource is not offered before there
 are names for it, and a device that has none yet (a MIG instance that was just created) is not
-granted. IMEX channels are here as well, because they are looked for below the same roots and a node
-that lacks one that is required offers nothing.
+granted. IMEX channels are here as well, because they are looked for below the same roots (the
+directories that contain the driver and its device nodes) and a node that lacks one that is required
+offers nothing.
 
 Built by `composition`. `offers.families` passes it every inventory before offering its devices, and
 asks what was found. `offers.servers` asks `withheld` before it offers a resource.
@@ -59,9 +60,9 @@ RETRY_MAX_SECONDS = 30.0
 
 _logger = log.get(__name__)
 
-_TASK = "cdi specs"
+_TASK = "cdi specs"  # the supervisor's name of the loop that makes or reads the specs
 _CORDON_OWNER = "cdi"  # of cordons in the ledger
-# NVIDIA's plugin does not even start so (nvidia §1).
+# NVIDIA's plugin does not even start with CDI names on such a node (nvidia §1).
 _NO_NAME_OF_INTEGRATED = (
     "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of "
     "GPUs are made through NVML; remove cdi-cri and cdi-annotations, envvar and volume-mounts "
@@ -81,14 +82,14 @@ class CdiFound(NamedTuple):
     modes: tuple[str, ...] = ()
 
 
-NO_CDI = CdiFound()
+NO_CDI = CdiFound()  # where there is no controller to look for them
 
 
 class CdiController:
     """The controller that keeps specs, names and offers together.
 
-    State: what was found at the last look, the last inventory, and which devices have no name and
-    are kept back (cordoned) for that reason.
+    State: what the last call of `look` found, the last inventory, and which devices have no name
+    and are kept back (cordoned) for that reason.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class CdiController:
             container_driver_root="" if settings.simulate else settings.cdi.container_driver_root,
         )
         channels = await asyncio.to_thread(find_channels, settings.plugin.imex_channel_ids, roots)
+        # `trouble`: which of the channels in the settings do not exist
         if channels.trouble and channels.trouble != self._channels.trouble:
             required = settings.plugin.imex_required
             self._journal.record(
@@ -196,7 +198,7 @@ class CdiController:
 
     async def watch(self, inventory: Latest[Inventory]) -> None:
         """Observe each inventory at once, until cancelled:
-        the offering may be busy with the one before for seconds.
+        the loop that offers resources may be busy with the one before for seconds.
         """
         async for newest in inventory.changes():
             self.observe(newest)
@@ -217,6 +219,9 @@ class CdiController:
         return self._unnamed(resource) if self._uses_cdi_names(resource) else None
 
     def _unnamed(self, resource: Resource) -> Withheld | None:
+        """Explain why containers with ``resource`` cannot be given CDI names, yet or at all; None
+        when they can.
+        """
         if self._inventory is not None and any(gpu.integrated for gpu in self._inventory.gpus):
             return Withheld(_NO_NAME_OF_INTEGRATED)
         names = self._source.names
@@ -236,7 +241,7 @@ class CdiController:
             devices = set(Offers.devices(resource))
             if devices <= self._nameless.keys():
                 reason = next((self._nameless[device] for device in sorted(devices)), "")
-                made_here = not isinstance(self._source, ToolkitSpecs)
+                made_here = not isinstance(self._source, ToolkitSpecs)  # the agent makes the spec
                 return Withheld(reason, temporary=made_here and not self._source.error)
         return None
 
@@ -296,6 +301,9 @@ class CdiController:
         )
 
     def _needed(self) -> bool:
+        """Tell whether specs are needed: for their names, or to answer with the edits behind these
+        (``cdi.inline``).
+        """
         return self._settings.cdi.inline or self._strategies_use_names
 
     def _uses_cdi_names(self, resource: Resource) -> bool:
@@ -306,6 +314,7 @@ class CdiController:
         )
 
     def _modes(self) -> tuple[str, ...]:
+        """List the device modes (GDRCopy, GDS, MOFED) that the settings or a family enable."""
         settings = self._settings
         wanted = set(settings.plugin.device_modes)
         for family in FAMILIES:
@@ -346,6 +355,7 @@ class CdiController:
                     ctk=ctk,
                 )
             )
+        # the supervisor has a report for each loop that was started
         if not any(report.name == _TASK for report in self._supervisor.reports):
             self._supervisor.start(
                 _TASK,
@@ -355,6 +365,7 @@ class CdiController:
             )
 
     def _command(self) -> tuple[str, ...]:
+        # `Cdi()` has the defaults
         if self._simulated_tool and self._settings.cdi.nvidia_ctk == Cdi().nvidia_ctk:
             return self._simulated_tool()
         return (self._tool,)
@@ -375,6 +386,8 @@ class CdiController:
         one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {
             f"{self._kind}=all"
         }
+        # A name is missing if no spec has it, if it stood for another place when the spec was made,
+        # or if its device nodes open another GPU.
         places_then, opened = self._places_in_spec(), self._nodes_by_name()
         missing = {
             uuid: name
@@ -394,8 +407,8 @@ class CdiController:
         self._kept_back = dict(wanted)
 
     def _named(self) -> Iterator[tuple[str, Place, str]]:
-        """UUID, place (index and device nodes) and qualified name of each device that containers
-        can be given.
+        """UUID, place (index and device nodes) and CDI name of each device that containers can be
+        given.
         """
         for uuid, place in (
             places(present_cards(self._inventory)) if self._inventory is not None else ()

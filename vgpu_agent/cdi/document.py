@@ -80,7 +80,7 @@ class ContainerEdits(
 class Device(
     msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One name, and its edits."""
+    """One device of a spec: a name, and what a container gets that asks for it."""
 
     name: str
     container_edits: ContainerEdits = ContainerEdits()
@@ -90,7 +90,7 @@ class Device(
 class Spec(
     msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One file; ``container_edits`` go with each of its devices."""
+    """One spec, the content of one file; ``container_edits`` go with each of its devices."""
 
     cdi_version: str
     kind: str

@@ -61,11 +61,11 @@ class Wanted(msgspec.Struct, frozen=True):
         device_facts: all facts about the GPUs and the driver on which the GPUs' spec depends: the
             spec is made again when they differ.
         driver_version: of the driver that runs now; empty when unknown.
-        id_strategy: ``uuid`` or ``index``: how GPUs and MIG instances are named.
+        id_strategy: ``uuid`` or ``index``: what GPUs and MIG instances are named by.
         modes: the devices beside GPUs that get a spec, e.g. ``gds`` (`config.types.DEVICE_MODES`).
-        channels: IMEX channels.
+        channels: the numbers of the IMEX channels that get a device.
         channel_root: directory on the node below which their device nodes are.
-        ctk: how the tool is run.
+        ctk: how NVIDIA's tool, nvidia-ctk, is run.
     """
 
     device_facts: Hashable
@@ -85,9 +85,14 @@ class _EarlierSpec(NamedTuple):
 
 
 class _Made(msgspec.Struct):
-    """The content of one file: what it was made for, when, and whether runtimes can find it.
+    """The content of one file.
 
-    ``device_facts`` are those of `Wanted` at that time; None for a file of an earlier agent.
+    Attributes:
+        made_for: the fields of `Wanted` that it depends on; None for a file of an earlier agent.
+        device_facts: those of `Wanted` at that time; None for a file of an earlier agent.
+        spec: None where the node has no devices of the kind; nothing is written then.
+        at: unix seconds at which it was made.
+        written: the file has this content, so runtimes can find it.
     """
 
     made_for: Hashable
@@ -118,9 +123,9 @@ class GeneratedSpecs:
 
         Args:
             directory: where runtimes look for specs.
-            journal: each spec that is made and each new trouble are recorded there.
+            journal: each spec that is made and each new failure are recorded there.
             look_seconds: the interval between two checks of the files.
-            retry_min_seconds: first pause after trouble; it doubles each time.
+            retry_min_seconds: first pause after a failure; it doubles each time.
             retry_max_seconds: longest pause.
             clock: unix seconds.
         """
@@ -132,7 +137,7 @@ class GeneratedSpecs:
         self._wanted: Latest[Wanted | None] = Latest(None)
         self._made: dict[str, _Made] = {}
         self._unwritten: dict[str, _Made] = {}  # made, but not in their files yet
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, str] = {}  # kind → why its spec is not as desired
         self._stuck = Stuck()  # a killed run of the tool that does not end
         self._knows_earlier = False  # true once the file of an earlier agent was looked for
         self.tried = asyncio.Event()  # the current desired state was tried at least once
@@ -174,7 +179,7 @@ class GeneratedSpecs:
         return tuple(self._status(kind) for kind in kinds)
 
     def knows(self, mode: str) -> bool:
-        """Tell whether a mode has a spec on this node."""
+        """Tell whether ``mode``, e.g. ``gds``, has a spec on this node."""
         return f"{_VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -306,6 +311,7 @@ class GeneratedSpecs:
         ]
 
     def _made_for(self, kind: str, wanted: Wanted) -> Hashable:
+        """Return the fields of ``wanted`` on which the spec of ``kind`` depends."""
         if kind == GPU_KIND:
             return wanted.device_facts, wanted.id_strategy, wanted.ctk
         return (wanted.channels, wanted.channel_root) if kind == _CHANNEL_KIND else wanted.ctk

@@ -26,18 +26,20 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Edits, MemoryMount
 
 CDI_VERSION = "0.6.0"
-_NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")  # that inlined edits may require
+# the versions that inlined edits (those behind the CDI names of other specs) may require
+_NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")
 
 # CDI demands the form of Kubernetes annotations: a DNS prefix, a slash, a short name; 256 KiB in
 # all.
 _PREFIX = CDI_KIND.partition("/")[0] + "/"
 
+# the value of a CDI annotation: CDI names with commas between
 _NAMES = re.compile(
     r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+(,[A-Za-z0-9._-]+/"
     r"[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+)*"
 )
 
-# The fields that the edits of a grant and those of devices may both have, and what identifies an
+# The fields that the edits of a grant and the inlined edits may both have → what identifies an
 # entry, of which there may be only one.
 _KEYS: dict[str, Callable[[Any], str]] = {
     "env": lambda line: str(line.partition("=")[0]),
@@ -80,7 +82,8 @@ def spec_text(record: GrantRecord, edits: Edits, inlined: InlinedEdits | None = 
     Args:
         record: becomes annotations. `GrantRecord` explains their values.
         edits: those of the container.
-        inlined: the edits of `other_names`.
+        inlined: the edits behind the names that `other_names` lists; None where they were not
+            looked up.
 
     Raises:
         HostFileError: the edits contain what a CDI spec cannot bring into a container.
@@ -171,7 +174,7 @@ def _in_memory(mount: MemoryMount) -> dict[str, Any]:
 
 
 def _joined(own: dict[str, Any], inlined: Mapping[str, Any]) -> dict[str, Any]:
-    """Join both. For the same variable or path the inlined edit wins,
+    """Join two objects ``containerEdits``. For the same variable or path the inlined edit wins,
     as with a runtime that resolves the names itself.
     """
     if not inlined:
@@ -184,6 +187,7 @@ def _joined(own: dict[str, Any], inlined: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _annotations(record: GrantRecord) -> dict[str, str]:
+    # the keys are names of annotations, without their prefix
     facts = {
         "family": record.family,
         "resource": record.resource,
@@ -197,6 +201,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "decided-at": repr(record.decided_at),
         "collected": record.own_directory,  # it is removed (collected) once the pod is gone
         **({"may-overcommit": "true"} if record.may_overcommit else {}),
+        # the init containers that this start shows not to be running, so they hold nothing now
         **({"rules-out": ",".join(record.inits_not_running)} if record.inits_not_running else {}),
     }
     return {_PREFIX + name: value for name, value in facts.items()}

@@ -37,7 +37,9 @@ class Channels(NamedTuple):
 
 
 def find_channels(wanted: Sequence[int], roots: Roots) -> Channels:
-    """Look for the wanted channels below the driver's device root, then below ``/``."""
+    """Look for the wanted channels below the driver's device root (where its ``/dev`` is), then
+    below ``/``.
+    """
     if not wanted:
         return Channels()
     # directory as the agent sees it → the same on the node

@@ -34,8 +34,12 @@ class Place(NamedTuple):
 
 
 class Card(NamedTuple):
-    """The facts about a GPU that a spec depends on; of each MIG instance UUID, index and capability
-    nodes. Health and use do not matter to a spec.
+    """The facts about a GPU that a spec depends on. Health and use do not matter to a spec.
+
+    Attributes:
+        number: its index.
+        minor: the number in the name of its device node, ``/dev/nvidia0``; -1 where there is none.
+        instances: of each MIG instance UUID, index and capability nodes.
     """
 
     uuid: str
@@ -46,7 +50,7 @@ class Card(NamedTuple):
 
 
 def present_cards(inventory: Inventory) -> tuple[Card, ...]:
-    """The GPUs that a tool would see now."""
+    """The GPUs that the tool which writes specs, `nvidia_ctk`, would see now."""
     return tuple(
         Card(
             gpu.uuid,

@@ -4,8 +4,8 @@
 Only NVIDIA knows which libraries, device nodes and hooks a driver version takes. So we run their
 tool and write none of it down ourselves. It is another vendor's program: it may be missing, hang,
 fail, or print an invalid spec. All of that becomes one `CdiError`, and nothing of ours waits for
-it. Called by `generated_specs`. Options: those of version 1.20; older ones know all that we always
-pass.
+it. Called by `generated_specs`. The options are those of version 1.20; older versions know all that
+are always passed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _VOID = "NVIDIA_VISIBLE_DEVICES=void"
 _NOTHING_TO_INJECT = "empty device edits"
 # How long the program may take on a node.
 TIMEOUT_SECONDS = 30.0
-_KEPT_STDERR = 64 * 1024
+_KEPT_STDERR = 64 * 1024  # bytes, for the error; the rest is dropped
 # how long a killed tool may take to disappear; one that waits for the driver in the kernel does not
 _KILL_SECONDS = 1.0
+# the text in one line of the tool's log
 _MESSAGE = re.compile(r'\bmsg="((?:[^"\\]|\\.)*)"')
 
 
@@ -48,11 +49,12 @@ class CtkOptions(msgspec.Struct, frozen=True):
     """The way to run the tool.
 
     Attributes:
-        command: the program, and the arguments before ours.
+        command: the program, with the arguments before those that this module adds. The last word
+            is the tool's name in errors.
         timeout_seconds: how long it may take.
-        roots: where the driver is.
+        roots: where the driver and its device nodes are, for the agent and on the node.
         hook_path: path on the node of the program that runtimes run as a hook.
-        feature_flags: passed on.
+        feature_flags: values of the tool's option ``--feature-flag``.
         disable_hooks: names of hooks that are left out, or ``all``. Every other hook that the tool
             describes stays (nvidia §8).
     """
@@ -100,10 +102,12 @@ async def generate(
         name: class of the spec's kind.
         mode: the kind of devices: ``auto`` for GPUs, or one of ``gds``, ``mofed``, ``gdrcopy``.
         id_strategy: ``uuid`` or ``index``: how devices are named.
-        stuck: kept by the caller, the same object for each call.
+        stuck: remembers a run that did not end even when killed; the caller passes the same object
+            in each call.
 
     Returns:
-        the spec, with paths of the node; None when the node has nothing of that mode.
+        the spec, with the paths of the node instead of those in the agent's container; None when
+            the node has nothing of that mode.
 
     Raises:
         CdiError: the tool is missing, failed, did not end in time, or did not print a spec that a

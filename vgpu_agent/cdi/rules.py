@@ -39,7 +39,8 @@ def least_version(*edits: ContainerEdits, annotated: bool = False) -> str:
     """The lowest version of CDI that knows all that is used in ``edits``; a runtime refuses
     versions that are newer than itself.
 
-    With ``annotated`` the spec has annotations, or a kind that the same version allows first.
+    With ``annotated`` the spec has annotations, or a kind whose class has a dot in it; the same
+    version introduced both.
     """
     nodes = [node for each in edits for node in each.device_nodes]
     if any(each.net_devices for each in edits):

@@ -36,7 +36,14 @@ _SKIPPED_PREFIXES = (".", "vgpu-agent-")
 
 
 class _SpecFile(msgspec.Struct, frozen=True):
-    """One file as it was last read: inode, size and time of change, and its spec or an error."""
+    """One file as it was last read.
+
+    Attributes:
+        signature: inode, size and time of change in nanoseconds; another one means another content.
+        changed_at: the time of change, in unix seconds.
+        spec: its spec; None where it has an error, or is of another vendor.
+        error: why it cannot be used.
+    """
 
     signature: tuple[int, int, int]
     changed_at: float
@@ -67,7 +74,7 @@ class ToolkitSpecs:
         # qualified name → the files of one directory that both define it
         self._ambiguous: dict[str, tuple[str, ...]] = {}
         self.tried = asyncio.Event()  # set after the first reading
-        self.revision = Revision()
+        self.revision = Revision()  # advances when a file has changed, appeared or gone
 
     @property
     def names(self) -> frozenset[str]:
@@ -103,7 +110,7 @@ class ToolkitSpecs:
 
     @property
     def statuses(self) -> tuple[CdiSpecStatus, ...]:
-        """The status of each file, or of the missing one."""
+        """The status of each file of the vendor; where there is none, one that says so."""
         found = [
             CdiSpecStatus(
                 kind=file.spec.kind if file.spec else _VENDOR,
@@ -118,7 +125,7 @@ class ToolkitSpecs:
         return tuple(found) or (CdiSpecStatus(GPU_KIND, self._directories[-1], error=self.error),)
 
     def knows(self, mode: str) -> bool:
-        """Tell whether a mode, such as ``gds``, has a spec on this node."""
+        """Tell whether a device mode, such as ``gds``, has a spec on this node."""
         return f"{_VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.web.address import Address
 
 WIDE, JSON, YAML = "wide", "json", "yaml"
-FORMS = (WIDE, JSON, YAML)
+FORMS = (WIDE, JSON, YAML)  # of the output; without one, tables that fit the terminal
 _NARROWEST, _USUAL, _WIDEST = 40, 80, 1000  # columns
 _BOLD = b"\033[1m"
 _POD = re.compile(r"[^/\s]+/[^/\s]+\Z")
@@ -69,9 +69,9 @@ def add_table(
         help: one line for the list of commands.
         description: for its own help.
         examples: lines for the end of its help.
-        path: see `shown`, as ``key`` and ``beginning``.
-        key: a key of the agent's JSON.
-        beginning: of the agent's text.
+        path: of the answer, below ``/debug``.
+        key: a key of the agent's JSON, by which it is recognised.
+        beginning: of the agent's text, for the same.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
@@ -121,14 +121,15 @@ def shown(
     key: str,
     beginning: str,
 ) -> tuple[str, str]:
-    """Return the text to print, and the state of the node where the path tells it.
+    """Return the text to print, and the state of the node, which only ``/debug/status`` tells: else
+    it is empty.
 
     Args:
         address: the agent's.
         path: below ``/debug``.
         query: its parameters.
         form: one of `FORMS`; None for tables that fit.
-        timeout_seconds: for each step of the request.
+        timeout_seconds: for connecting, and for each wait for more of the answer.
         key: a key of the agent's JSON, by which it is recognised.
         beginning: the same for the text.
 
@@ -148,6 +149,7 @@ def shown(
 
 
 def _layout(form: str | None) -> dict[str, str]:
+    """Return the query that asks for text; without ``columns`` each row of a table is one line."""
     query = {"text": ""}
     if form != WIDE:
         query["columns"] = str(_columns())

@@ -1,7 +1,9 @@
 """``vgpu-agent completion``: a script that completes the command line in bash, zsh or fish.
 
 The scripts are made from the parsers (`command_tree`) and call nothing: completion stays quick on a
-busy node.
+busy node. A `Command` has its words (its name below the names of the commands that it belongs to,
+none for the program itself), the names of the commands below it, and its choices. A `Choice` is an
+option or, without flags, an argument. Each script is made from all commands (``known``).
 """
 
 from __future__ import annotations
@@ -142,7 +144,9 @@ def _fish_quoted(text: str) -> str:
 
 
 def _path_of_command(known: list[Command], head: str, indent: str) -> Iterator[str]:
-    """Yield the lines that follow the words of a command to the one that is meant."""
+    """Yield the ``case`` by which a script, word by word, finds the command that is being typed,
+    and puts its words into the shell variable ``command``. ``head`` is the first of the lines.
+    """
     yield head
     for command in known:
         if command.words:
@@ -160,12 +164,14 @@ def _with_values(known: list[Command]) -> Iterator[tuple[str, str]]:
 
 
 def _with_files(known: list[Command]) -> Iterator[str]:
+    """Yield the patterns of ``command:flag`` that a path follows."""
     for command, choice in _with_value(known):
         if choice.takes_file and not choice.values:
             yield _pattern(command, choice)
 
 
 def _with_value(known: list[Command]) -> Iterator[tuple[Command, Choice]]:
+    """Yield the options that take a value, each with its command."""
     for command in known:
         for choice in command.choices:
             if choice.flags and choice.metavar:

@@ -114,6 +114,7 @@ def _check_config_map(file: str, root: yaml.Node, flags: Mapping[str, str]) -> i
         name = f"{file} data.{key}"
         try:
             if manifests.is_of_nvidias_plugin(text):
+                # nothing of our own but the flags, so that only this text is judged
                 loaded = load.load_contents(
                     load.Sources(flags=flags, environment={}, file=None),
                     load.Contents(own=None, nvidia_file=name, nvidia=text.encode()),
@@ -185,6 +186,7 @@ def _plugin_files(loaded: load.Loaded) -> Iterator[tuple[str, Findings]]:
         if not (path := file.path(loaded.settings)):
             continue
         if os.path.exists(path):
+            # the second argument names the file in an error
             text = load.read(path, file.name).decode(errors="replace")
             yield path, file.findings(loaded.settings, text)
         elif path in asked_for:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, timeout: bool = True) -> N
 
 
 def add_timeout(parser: argparse.ArgumentParser, purpose: str, default_seconds: float) -> None:
-    """Declare ``--timeout``."""
+    """Declare ``--timeout``; ``purpose`` says in its help what the time limits."""
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
@@ -73,13 +73,14 @@ def address(flag: str | None) -> Address:
         else (f"environment variable {ENVIRONMENT}", os.environ.get(ENVIRONMENT))
     )
     try:
+        # `reachable`: the loopback address where the agent listens on all
         return parse(given[1] or DEFAULT).reachable
     except ListenError as err:
         raise ConfigError([f"{given[0]}: {err}"]) from err
 
 
 def fetch(where: Address, path: str, timeout_seconds: float, *, failing: bool = False) -> bytes:
-    """Return the body of the agent's answer; see `ask`."""
+    """Return the body of the agent's answer; parameters and errors are those of `ask`."""
     return ask(where, path, timeout_seconds, failing=failing).body
 
 
@@ -89,7 +90,7 @@ def ask(where: Address, path: str, timeout_seconds: float, *, failing: bool = Fa
     Args:
         where: the agent's address.
         path: with its query.
-        timeout_seconds: for each step of the request.
+        timeout_seconds: for connecting, and for each wait for more of the answer.
         failing: also return the answer of a probe that fails, with status 503.
 
     Raises:

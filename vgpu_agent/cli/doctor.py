@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 _MOUNTED_CONFIG = "/etc/vgpu-agent/config.yaml"
 # Each check; the slowest are three requests to an API server that is away.
 _CHECK_SECONDS = 20.0
-_ASK_SECONDS = 5.0
-_STATUS = {Level.OK: 0, Level.WARNING: 1, Level.ERROR: 2}
+_ASK_SECONDS = 5.0  # for one answer of the running agent
+_STATUS = {Level.OK: 0, Level.WARNING: 1, Level.ERROR: 2}  # the command's exit status
 _COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "31"}  # green, yellow, red of SGR
 _LEVEL_WIDTH, _CHECK_WIDTH = 9, 19
+# one part of a setting's path: a key, or an item of a list (`key[0]`)
 _LIST_ITEM = re.compile(r"(?P<name>[^.\[\]]+)(?:\[(?P<index>\d{1,4})\])?")
 _EXAMPLES = (
     """examples:
@@ -52,6 +53,9 @@ All flags of `vgpu-agent run` are accepted. Without any, the running agent's set
 those of """
     + _MOUNTED_CONFIG
 )
+
+
+# What the command reads of the agent's answers to /debug/config and /debug/devices.
 
 
 class _ConfigValue(msgspec.Struct):
@@ -121,6 +125,7 @@ def examine(flags: Mapping[str, str], address: Address) -> Iterator[Finding]:
         yield Finding("agent", Level.ERROR, trouble, "see its log, or docs/troubleshooting.md")
     settings, findings = settings_in_force(flags, address, agent=agent is not None)
     yield from findings
+    # not a Node of Kubernetes: what the checks need to know of this machine
     node = Node(settings, agent, in_container=node_checks.is_in_container())
     for name, check in CHECKS:
         if name == "agent" and trouble:
@@ -149,7 +154,9 @@ def _within_time(name: str, check: Callable[[], Iterable[Finding]]) -> tuple[Fin
 
 
 def running_agent(address: Address) -> tuple[RunningAgent | None, str]:
-    """Return the agent that runs here, and why one that listens cannot be read."""
+    """Return the agent that runs here, None if there is none or it cannot be read; and why one that
+    listens cannot be read, otherwise an empty text.
+    """
     try:
         overview = debug_address.fetch(address, "/debug/status", _ASK_SECONDS)
         devices = debug_address.fetch(address, "/debug/devices", _ASK_SECONDS)
@@ -199,6 +206,7 @@ def _loaded(
     except ConfigError as err:
         findings += [Finding(name, Level.ERROR, problem, remedy) for problem in err.problems]
         return schema.root()(), findings  # the defaults
+    # settings of several families that are in conflict: the agent starts without what they concern
     findings += [Finding(name, Level.ERROR, text, remedy) for text in loaded.collisions]
     findings += [Finding(name, Level.WARNING, text, remedy) for text in loaded.warnings]
     if not findings:

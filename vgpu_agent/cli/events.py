@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the events, the latest last.
 
     Raises:
-        ConfigError: the address, or one of the choices, is invalid.
+        ConfigError: the address, or the value of one of the flags, is invalid.
         UnreachableError: the agent cannot be reached, or another program answers.
     """
     given = {name: getattr(arguments, name) for name in _PARAMETERS}

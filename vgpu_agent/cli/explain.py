@@ -1,5 +1,5 @@
 """``vgpu-agent explain``: why a pod does not start on this node, or what it has and how that is
-known. The scheduler extender explains pods without a node (`why`).
+known. Pods without a node are explained by the scheduler extender (``vgpu-agent why``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def asked(address: Address, pod: str, form: str | None, timeout_seconds: float) -> str:
-    """Return the explanation of the pod; see `answers.shown`."""
+    """Return the explanation of the pod, in one of `answers.FORMS`; with None as text that fits the
+    terminal.
+    """
     text, _ = answers.shown(
         address,
         "/debug/explain",

@@ -5,7 +5,7 @@ Exit status: 0 success, 1 failure, 2 wrong usage (flags or configuration) or a r
 cannot be reached, 130 interrupted. For ``config check``, a wrong configuration is the result, and
 thus 1. ``status`` returns 1 for a node with problems. ``doctor`` returns 0 without faults, 1 with
 warnings and 2 with errors. A command is a module with `add_parser`; its parser
-leaves ``run`` in the parsed arguments.
+leaves ``run`` in the parsed arguments, a function that takes them and returns the exit status.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ _COMMANDS = {
     "version": ("vgpu_agent.cli.version", "print the version"),
 }
 
-# These take the flags of all settings, and know them once their module is imported.
+# These take the flags of all settings. Importing the module of one declares all settings, so that
+# `_meant` can compare a wrong flag with theirs.
 _WITH_SETTINGS = ("run", "doctor", "support-bundle", "config")
 
 _EXAMPLES = """\
@@ -146,6 +147,7 @@ def _logged(words: Sequence[str], problems: Sequence[str], status: int) -> bool:
 
 
 def _command(words: Sequence[str]) -> str:
+    """Return the name of the command in the words of the command line; empty without one."""
     return next((word for word in words if not word.startswith("-")), "")
 
 
@@ -185,7 +187,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _with_commands(listed: Iterable[str], complete: Container[str]) -> argparse.ArgumentParser:
-    """Return the parser with these commands, of which some have their options."""
+    """Return the parser with the commands in ``listed``. Only those that are in ``complete``, too,
+    have their options; the others are there for the help.
+    """
     parser = _Parser(
         prog="vgpu-agent",
         description="Shares the NVIDIA GPUs of one Kubernetes node between its pods.",

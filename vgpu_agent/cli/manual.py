@@ -100,11 +100,13 @@ def _command(command: Command) -> Iterator[str]:
 
 
 def _choices(command: Command) -> Iterator[str]:
+    """Yield the options and arguments of a command, each with its help."""
     for choice in command.choices:
         yield from (".TP", _name(choice), _text(choice.text or "see the examples"))
 
 
 def _name(choice: Choice) -> str:
+    """Return the flags of an option, and what its value is called or may be."""
     names = ", ".join(f"\\fB{_text(flag)}\\fR" for flag in choice.flags)
     value = "|".join(choice.values) or choice.metavar if choice.metavar else ""
     return f"{names} \\fI{_text(value)}\\fR".strip() if value else names

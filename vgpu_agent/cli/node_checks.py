@@ -211,6 +211,7 @@ def check_driver(node: Node) -> Iterator[Finding]:
 def _driver_of_agent(name: str, agent: RunningAgent) -> Iterator[Finding]:
     nvml, gpus = agent.nvml, agent.gpus
     version = agent.overview.driver_version or "of an unknown version"
+    # not used: the GPU is part of the processor (Tegra), and NVML is not asked
     if nvml.state not in ("answering", "not used"):
         yield _error(
             name,

@@ -32,6 +32,7 @@ Any client that reaches the port can bind any pod: do not listen on an address o
 without a NetworkPolicy that lets only kube-scheduler through. Exit status: 0 after SIGTERM or
 SIGINT, 1 when it cannot start, 2 when a flag is wrong.
 """
+# A duration as Go writes it, such as 1m30s, and one number of it with its unit.
 _DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|s|m|h))+\Z", re.ASCII)
 _PART = re.compile(r"([0-9.]+)(ms|s|m|h)", re.ASCII)
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -173,7 +174,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # See `run`: process 1 of a container needs a handler before the event loop has one.
+    # The kernel ignores SIGTERM for process 1 of a container unless there is a handler. Until the
+    # event loop has its own, SIGTERM ends the process as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     problems = _problems(arguments)
     if problems:
@@ -197,6 +199,7 @@ def _family(arguments: argparse.Namespace) -> SchedulingFamily:
     from vgpu_agent.families.registry import FAMILIES  # noqa: PLC0415
     from vgpu_agent.families.scheduling import Incomplete, SchedulingOptions  # noqa: PLC0415
 
+    # what a family adds to the extender: how its requests and cards are read
     parts = {each.name: each.scheduling for each in FAMILIES if each.scheduling is not None}
     name = arguments.family
     if name and name not in parts:
@@ -219,7 +222,8 @@ def _family(arguments: argparse.Namespace) -> SchedulingFamily:
         SchedulingOptions(
             domain=arguments.domain,
             types_match_substrings=arguments.type_match == _SUBSTRING,
-            # `Incomplete`: what becomes of a container that asks for only one of both
+            # `Incomplete`: what becomes of a container that asks for compute without memory, or
+            # for memory without compute
             cores_only=Incomplete(arguments.cores_only),
             memory_only=Incomplete(arguments.memory_only),
         )
@@ -281,7 +285,8 @@ def _boolean(text: str) -> bool:
 
 
 def _seconds(text: str) -> float:
-    if re.fullmatch("[0-9]{1,9}", text, re.ASCII):  # as vgpu-manager's charts before v1.0.0
+    # seconds without a unit, as in vgpu-manager's charts before v1.0.0
+    if re.fullmatch("[0-9]{1,9}", text, re.ASCII):
         return float(text)
     if not _DURATION.match(text):
         raise argparse.ArgumentTypeError(f"expected a duration such as 30s or 1m, got {text!r}")

@@ -24,8 +24,9 @@ _PATH = "/debug/status"
 _DEGRADED = 1
 _ASK_SECONDS, _WAIT_SECONDS = 5.0, 60.0
 _WATCH_SECONDS, _POLL_SECONDS = 2.0, 0.5
+# argument of --wait → the states of the node that satisfy it
 _WAITED_FOR = {"ready": (HEALTHY, DEGRADED), "healthy": (HEALTHY,)}
-_CLEAR = "\033[H\033[2J\033[3J"
+_CLEAR = "\033[H\033[2J\033[3J"  # clears a terminal, with the lines above
 _EXAMPLES = f"""examples:
   vgpu-agent status                                  the agent of this node
   vgpu-agent status -o wide                          one line a row, however long
@@ -115,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(address: Address, form: str | None, timeout_seconds: float) -> tuple[str, str]:
+    """Return the overview in the ``form`` that -o names (None: as text), and the node's state."""
     # by the last two the agent's answer is recognised, as JSON and as text
     return answers.shown(address, _PATH, {}, form, timeout_seconds, key="node", beginning="node ")
 

@@ -44,13 +44,13 @@ _MIB = 1024 * 1024
 _MAX_PART_BYTES = 4 * _MIB
 _MAX_TOTAL_BYTES = 24 * _MIB
 _MAX_FILES = 200  # CDI specs; a node has a few, and one for each grant
-_PART_SECONDS = 15.0
-_ASK_SECONDS = 5.0
+_PART_SECONDS = 15.0  # for one part, unless --timeout gives another time
+_ASK_SECONDS = 5.0  # for one answer of the agent
 # doctor has a time limit for each of its checks
 _DOCTOR_SECONDS = 90.0
 _MANIFEST = "MANIFEST.txt"
-_CUT = b"\n(cut here)\n"
-_INDEX = "/debug/"
+_CUT = b"\n(cut here)\n"  # the end of a part that was too large
+_INDEX = "/debug/"  # lists the other paths
 _PROBES = ("/livez?verbose", "/readyz?verbose")
 # Values of keys with such names, in files that people write. Paths are no secrets.
 _SECRET_LINE = re.compile(
@@ -72,16 +72,18 @@ _EXAMPLES = """examples:
 The manifest that is printed lists the parts, and those that could not be had. It is part of the
 archive. The exit status is 0 when the archive was written."""
 
-# Labels of metrics, and keys of log lines in JSON.
+# Labels of metrics, and keys of log lines in JSON, whose values are names.
 _LABELS = re.compile(
     r'\b(?P<key>namespace|pod|podnamespace|podname)(?P<sign>"?\s*[=:]\s*)"(?P<value>[^"\\]*)"'
 )
+# Keys in JSON whose values are names, and those whose values are one or several ``namespace/pod``.
 _NAME_KEYS = frozenset({"namespace", "pod", "name", "pod_name", "podnamespace", "podname"})
 _LIST_KEYS = frozenset({"pod", "pods", "holders", "holder", "waiting", "pod_name"})
 _POD = re.compile(
     r"(?P<namespace>[a-z0-9][a-z0-9-]*)/(?P<name>[a-z0-9][a-z0-9.-]*)(?:/[a-z0-9-]+)?\Z"
 )
-# Shorter names, and those that are plain words, would be found in other texts as well.
+# Names that are replaced in running text also without their namespace. Shorter names, and those
+# that are plain words, would be found in other texts as well.
 _DISTINCT = re.compile(r"(?=.*[-.0-9]).{4,}\Z")
 
 
@@ -91,8 +93,8 @@ class Part:
     Attributes:
         name: its path in the archive.
         content: its content; None when it could not be had.
-        note: why it could not be had, or that it was cut.
-        seconds: how long that took.
+        note: why it could not be had, or that it was cut; empty for neither.
+        seconds: how long it took to collect it.
     """
 
     def __init__(self, name: str, content: bytes | None, note: str, seconds: float) -> None:
@@ -186,7 +188,15 @@ def _parts(
     *,
     timeout_seconds: float,
 ) -> Iterator[Part]:
-    """Yield each part, the small and important ones first."""
+    """Yield each part, the small and important ones first.
+
+    Args:
+        flags: those that were given, without those of the two addresses.
+        address: where the agent answers ``/debug``.
+        public: the address of its metrics and probes (``--listen``); None for that of the settings.
+        log: the file of ``--log``; None without one.
+        timeout_seconds: for each part.
+    """
     collect = functools.partial(_part, timeout_seconds=timeout_seconds)
     yield collect("versions.json", _versions)
     agent, _ = doctor.running_agent(address)
@@ -312,6 +322,7 @@ def _end_of(path: str) -> bytes:
 
 
 def _without_secrets(content: bytes) -> bytes:
+    """Return a YAML file without the values of keys that sound secret."""
     text = content.decode(errors="replace")
     text = _SECRET_IN_BRACES.sub(lambda found: f"{found['key']}{HIDDEN}", text)
     return "".join(_without_secret_lines(text.splitlines(keepends=True))).encode()
@@ -345,6 +356,11 @@ def _indentation(line: str) -> int:
 def _lines_of_value(lines: list[str], indentation: int, *, has_value: bool) -> int:
     """Count the lines that belong to the value of a key: those that are indented further, and the
     items of a list, which need not be.
+
+    Args:
+        lines: those below the key.
+        indentation: of the key.
+        has_value: there is a value on the key's own line, so that no list follows.
     """
     count = 0
     for number, line in enumerate(lines, start=1):
@@ -378,6 +394,9 @@ def _checkpoint(settings: Settings) -> bytes:
 
 
 def _cdi_specs(settings: Settings, collect: Callable[..., Part]) -> Iterator[Part]:
+    """Yield a part for each CDI spec of the node, by ``collect``, which is `_part` with its time
+    limit.
+    """
     for directory in dict.fromkeys((Path(settings.binding.cdi_directory), Path("/etc/cdi"))):
         try:
             paths = sorted(path for path in directory.iterdir() if path.is_file())
@@ -431,6 +450,7 @@ class Names:
                 part.content = self._in_text(text).encode()
 
     def _namespace(self, name: str) -> str:
+        """Return the numbered name of the namespace, a new one where it has none."""
         return self._namespaces.setdefault(name, f"namespace-{len(self._namespaces) + 1}")
 
     def _pod(self, namespace: str, name: str) -> str:
@@ -439,6 +459,7 @@ class Names:
         return found
 
     def _learn(self, value: Any) -> None:
+        """Note the names in a JSON value and below it."""
         if isinstance(value, list):
             for item in value:
                 self._learn(item)
@@ -455,7 +476,7 @@ class Names:
                 self._learn(item)
 
     def _learn_pods(self, value: Any) -> None:
-        """Learn from ``namespace/name`` and ``namespace/name/container``."""
+        """Note the names in ``namespace/name`` and ``namespace/name/container``."""
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and (found := _POD.match(text)):
                 self._namespace(found["namespace"])
@@ -463,6 +484,7 @@ class Names:
 
     def _learn_labels(self, text: str) -> None:
         for line in text.splitlines():
+            # by key without ``pod``: a pod's name is under "" or ``name``
             labels = {
                 found["key"].removeprefix("pod"): found["value"] for found in _LABELS.finditer(line)
             }
@@ -488,6 +510,7 @@ class Names:
         return self._bare.get(value) or self._namespaces.get(value) or value
 
     def _hidden(self, value: Any, key: str = "") -> Any:
+        """Return a JSON value with the names in it replaced; ``key`` is that of the value."""
         if isinstance(value, dict):
             return {self._in_text(name): self._hidden(item, name) for name, item in value.items()}
         if isinstance(value, list):
@@ -497,6 +520,7 @@ class Names:
         return value
 
     def _is_name(self, key: str, value: str) -> bool:
+        """Tell whether the value under that key is a name that was found."""
         return key in _NAME_KEYS and self._exact(value) != value
 
     @functools.cached_property

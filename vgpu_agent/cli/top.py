@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 
 _PATH = "/debug/status"
 _INTERVAL_SECONDS = 2.0
-_NARROWEST = 60
+_NARROWEST = 60  # columns of the table, also on a narrower terminal
 _NO_TERMINAL = (100, 24)  # columns and lines where the output is none
-_WHOLE_DEVICE = "whole device"  # `LimitState` of a share that is the whole device
+_WHOLE_DEVICE = "whole device"  # the state of the limit of a grant whose device is not shared
 _ENTER, _LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"  # another screen, no cursor
-_HOME, _REST = "\033[H", "\033[J"
+_HOME, _REST = "\033[H", "\033[J"  # cursor to the first line; clear all after the cursor
 _PLAIN, _BOLD, _RED, _DIM = "", "1", "31", "2"  # SGR
 _UP, _DOWN, _QUIT = ("k", "\033[A", "\033OA"), ("j", "\033[B", "\033OB"), ("q", "\033", "\x03")
+# control characters, which texts of the node may contain → a blank
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _EXAMPLES = """examples:
   vgpu-agent top                      live; q ends it, arrows scroll
@@ -59,6 +60,10 @@ class _Usage(msgspec.Struct):
 
 
 class _Illness(msgspec.Struct):
+    """The trouble of an Unhealthy GPU: when it is offered again if nothing else happens; None where
+    more than time is missing.
+    """
+
     offered_again_in_seconds: float | None = None
 
 
@@ -76,15 +81,15 @@ class _Gpu(msgspec.Struct):
     present: bool = True
     health: str = ""
     health_reason: str = ""
-    max_holders: int | None = None
+    max_holders: int | None = None  # how many shares of it there may be at once
     usage: _Usage | None = None
     mig_instances: tuple[_Mig, ...] = ()
     illness: _Illness | None = None
 
 
 class _Share(msgspec.Struct):
-    device: str
-    gpu: str = ""
+    device: str  # UUID of the GPU or of the MIG instance
+    gpu: str = ""  # UUID of its GPU
     memory_mib: int = 0
     cores_percent: int = 0
     exclusive: bool = False
@@ -93,12 +98,12 @@ class _Share(msgspec.Struct):
 class _Grant(msgspec.Struct):
     container: str = ""
     resource: str = ""
-    limit: str = ""  # the state of its limits, a value of `LimitState`
+    limit: str = ""  # the state of its limits, a value of `web.limits.LimitState`
     shares: tuple[_Share, ...] = ()
 
 
 class _Pod(msgspec.Struct):
-    pod: str
+    pod: str  # ``namespace/name``
     grants: tuple[_Grant, ...] = ()
 
 
@@ -353,7 +358,7 @@ def _cut(text: str, width: int | None) -> str:
 
 
 def _live(node: Node, address: Address, timeout_seconds: float, interval_seconds: float) -> None:
-    first, trouble = 0, ""
+    first, trouble = 0, ""  # the first line in view, and why the last question had no answer
     with _screen():
         while True:
             columns, height = shutil.get_terminal_size(_NO_TERMINAL)
@@ -401,7 +406,9 @@ def _screen() -> Iterator[None]:
 
 
 def _key(seconds: float) -> str:
-    """Wait for a key and return it with its escape sequence; empty when none was pressed."""
+    """Wait for a key and return it with its escape sequence; empty when none was pressed, and ``q``
+    at the end of the input.
+    """
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     if not ready:
         return ""

@@ -31,7 +31,7 @@ Exit status: 0 after SIGTERM or SIGINT, 1 when it cannot start (port in use, no 
 a flag is wrong.
 """
 
-_NAME = "vgpu-agent-webhook"
+_NAME = "vgpu-agent-webhook"  # of the Service and of the webhook configurations, by default
 _SWITCH = {
     **dict.fromkeys(("1", "t", "T", "true", "TRUE", "True"), True),
     **dict.fromkeys(("0", "f", "F", "false", "FALSE", "False"), False),
@@ -48,6 +48,7 @@ _WITHOUT_EFFECT = (
     "--vmodule",
     "--v",
 )
+# Flags of the replaced webhook for DRA, which are refused when they are true.
 _OF_RESOURCE_CLAIMS = (
     "--dra-admission-enabled",
     "--default-convert2-dra",
@@ -72,6 +73,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_replaced(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that the replaced webhook had."""
+
     def add(flag: str, metavar: str, text: str, default: str = "") -> None:
         shown = f" (default {default})" if default else ""
         group.add_argument(flag, metavar=metavar, default=default, help=text + shown)
@@ -110,6 +113,7 @@ def _add_replaced(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_own(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that the replaced webhook did not have."""
     group.add_argument("--bind-address", metavar="HOST", default="", help="default: all addresses")
     group.add_argument("--kubeconfig", metavar="FILE", default="", help="default: the pod's token")
     _add_switch(
@@ -250,7 +254,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _family(arguments: argparse.Namespace) -> AdmissionFamily:
-    """Return the rules of the one family that has some."""
+    """Return the rules for new pods of the one family that has such rules."""
     build = next(family.admission for family in FAMILIES if family.admission is not None)
     return build(
         AdmissionOptions(

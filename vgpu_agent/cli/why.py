@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = "VGPU_AGENT_SCHEDULER"
 _DEFAULT = "http://127.0.0.1:3456"
 _POD = re.compile(r"[^/\s]+/[^/\s]+\Z")
-_FAILED = 1
+_FAILED = 1  # exit status
 _LONGEST_BODY_BYTES = 64 * 1024 * 1024
 _EXAMPLES = f"""examples:
   kubectl -n vgpu-agent port-forward deploy/vgpu-scheduler 3456 &
@@ -106,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json
         else page.explanation(found).rstrip("\n")
     )
+    # `UNKNOWN`: the extender knows no such pod
     return _FAILED if found.situation == Situation.UNKNOWN.value else 0
 
 

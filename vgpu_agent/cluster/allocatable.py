@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
 
-_POLL_SECONDS = 10.0
+_POLL_SECONDS = 10.0  # the longest pause while no input changes
 # The kubelet processes a list in milliseconds, and the lists of several resources change together.
 _COALESCING_SECONDS = 0.1
 # The rate limit of the writes: one in this interval, after a burst of several. A Node is a large
@@ -109,8 +109,10 @@ class AllocatableWriter:
         self._api, self._path, self._node = api, f"{node_path(node_name)}/status", node
         self._sent, self._lists, self._withdrawn = sent, lists, withdrawn
         self._counted = counted
-        self._failure_log = FailureLog(journal, "allocatable")  # begins its names in the journal
-        self._uid = ""
+        # "allocatable" begins the names of the journal's events about failures
+        self._failure_log = FailureLog(journal, "allocatable")
+        self._uid = ""  # of the Node that `_writes` are about
+        # by resource
         self._writes: dict[str, _Write] = {}
         self._backoffs: dict[str, Backoff] = {}
         # the loop time at which the next write would be due if there were no bursts
@@ -191,6 +193,7 @@ class AllocatableWriter:
                 or age_seconds > cluster_api.REQUEST_TIMEOUT_SECONDS
             )
         if (last is None or last.shown) and same_quantity(allocatable, str(sent.offered)):
+            # the Node has the count already, as if it had been written
             self._note_write(resource, sent, shown=True)
             return False
         if last is None or (last.count, last.list_healthy) != (sent.offered, sent.healthy):

@@ -1,5 +1,5 @@
 """The meaning of an unexpected answer of the API server:
-one sentence each, with what a caller must know.
+one sentence each, with the HTTP status and the pause before a retry, as far as they are known.
 
 Used by `client` around every request. The server may answer with a Status object, a proxy before it
 with a page of HTML, the network with nothing. Each becomes a `ClusterError` whose text names the
@@ -83,7 +83,7 @@ def failures(
         method: of the request.
         path: of the request.
         seconds: the time limit that a TimeoutError means.
-        server: where the request went.
+        server: the name in messages of what the request went to.
     """
     try:
         yield
@@ -138,6 +138,7 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
             f"{method} {path}: the answer is compressed ({quoted(encoding, 40)}), which was not "
             "asked for; it is not read, because a small body could unfold into gigabytes; look for "
             "a proxy between this node and the API server",
+            # an error has no status of success; 0 stands for no usable answer
             status=0 if response.status // 100 == 2 else response.status,
         )
     if response.status // 100 == 2 and "html" not in kind:

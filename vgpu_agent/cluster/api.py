@@ -74,7 +74,7 @@ def secret_path(namespace: str, name: str) -> str:
 
 
 def webhook_configuration_path(kind: str, name: str) -> str:
-    """The configuration of that name; ``kind`` is ``mutating`` or ``validating``."""
+    """The webhook configuration of that name; ``kind`` is ``mutating`` or ``validating``."""
     return f"/apis/admissionregistration.k8s.io/v1/{kind}webhookconfigurations/{name}"
 
 

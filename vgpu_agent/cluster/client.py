@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 # How long connecting to the API server may take.
 CONNECT_TIMEOUT_SECONDS = 5.0
-LONGEST_LINE_BYTES = LONGEST_OBJECT_BYTES
+LONGEST_LINE_BYTES = LONGEST_OBJECT_BYTES  # a line of a watch has one object
 # Largest list, which is never in memory as a whole: 500 pods of the largest size, and some more.
 LONGEST_LIST_BYTES = 2 * 1024 * 1024 * 1024
-# A list may take as long as this many other requests, while it keeps arriving.
+# A list may take this many times as long as other requests, while it keeps arriving.
 _LIST_TIMES = 8
 _WRITES = ("create", "patch", "delete")
 
@@ -55,14 +55,15 @@ class ApiClient:
     them has ended.
 
     Attributes:
-        requests: their number by verb (``get``, ``list``, ``watch``, ``patch``, ``create``,
-            ``delete``), resource (``pods``, ``nodes/status``) and outcome: the HTTP status, or
-            ``no answer``.
+        requests: their number since the start by verb (``get``, ``list``, ``watch``, ``patch``,
+            ``create``, ``delete``), resource (``pods``, ``nodes/status``) and outcome: the HTTP
+            status, or ``no answer``.
     """
 
     def __init__(self, credentials: Credentials) -> None:
         self.requests: collections.Counter[tuple[str, str, str]] = collections.Counter()
-        # the rights that the last write of each kind lacked, e.g. ``create pods/eviction``
+        # the rights that the last write of each kind lacked: verb and resource, e.g.
+        # ``create pods/eviction``
         self.missing_rights: set[str] = set()
         self._credentials = credentials
         self._connections: Connections | None = None
@@ -213,7 +214,9 @@ class ApiClient:
         data: bytes | None = None,
         content_type: str = "",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield its successful response; release the connection at the end."""
+        """Send a request and yield its successful response; release the connection at the end.
+        ``limits`` are the time limits for connecting, for the whole and for each pause in the body.
+        """
         verb, resource = answers.verb_and_resource(method, path, params or {})
 
         async def ask(access: Access) -> tuple[Connections, aiohttp.ClientResponse]:
@@ -259,7 +262,7 @@ class ApiClient:
 
     async def _connections_for(self, access: Access) -> Connections:
         """Return connections for ``access`` (the API server's address and the credentials): the
-        current ones if they suit, or new ones.
+        current ones if only the token differs, or new ones.
         """
         async with self._connecting:
             current = self._connections

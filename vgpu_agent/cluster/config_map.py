@@ -31,7 +31,7 @@ _FORBIDDEN = 403
 
 
 class ConfigMapWatch:
-    """One key of the first ConfigMap of that name.
+    """The value of one key of a ConfigMap, from the first of some namespaces that has it.
 
     Attributes:
         text: the value of the key; empty where the ConfigMap has no such key, which is a mistake;
@@ -52,6 +52,16 @@ class ConfigMapWatch:
         journal: Journal,
         expected_in: str = "",
     ) -> None:
+        """Build it.
+
+        Args:
+            source: gives the lists and watches of the API server.
+            name: the ConfigMap's name.
+            key: the key in it.
+            namespaces: where it is searched, in order; at least one.
+            journal: its place, faults and failing watches are recorded there.
+            expected_in: see the class; one of ``namespaces``, or empty.
+        """
         self.text: Latest[str | None] = Latest(None)
         self.namespace = ""
         self.synced = asyncio.Event()
@@ -64,7 +74,8 @@ class ConfigMapWatch:
         self._places = [_Place(source, namespace, name, journal) for namespace in namespaces]
         for place in self._places:
             # In one of the usual namespaces the role may be missing; in the one that was asked for
-            # that is a mistake, which the readiness check shows.
+            # that is a mistake, which the readiness check shows: it looks at the watches that are
+            # `essential`.
             place.reflector.status.essential = place.namespace == expected_in
 
     @property
@@ -115,8 +126,8 @@ class ConfigMapWatch:
         return self._places
 
     def _settled(self) -> bool:
-        """Tell whether the known places decide:
-        each place that is searched has answered, or may not be read.
+        """Tell whether it is known which namespace has the ConfigMap, if any does: each watched
+        place has answered, or may not be read.
         """
         return all(place.found.value is not None or place.forbidden for place in self._wanted())
 
@@ -174,7 +185,8 @@ class _Place:
     """One namespace: the receiver (`reflector.Sink`) of what its watch sees, which keeps the texts
     of the ConfigMap there.
 
-    ``found`` is None before the first answer, and an empty mapping when there is no such ConfigMap.
+    ``found`` is the data of the ConfigMap (key → text); None before the first answer, and an empty
+    mapping when there is no such ConfigMap.
     """
 
     def __init__(self, source: Source, namespace: str, name: str, journal: Journal) -> None:

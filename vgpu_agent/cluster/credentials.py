@@ -6,9 +6,9 @@ from a kubeconfig file, or from the service account of its pod.
 while the agent runs. The files are therefore read again every minute in which there is a request,
 and at once when the API server refuses the credentials.
 
-In a cluster that is one token file, one CA file and an address in the environment. A kubeconfig is
-read by kubernetes_asyncio, which knows credential plugins and the rest. It is imported only then:
-it takes 38 MiB and some tenths of a second.
+A service account is one token file, one CA file and an address in the environment. A kubeconfig is
+read by kubernetes_asyncio, which knows credential plugins and all else that it may contain. It is
+imported only then: it takes 38 MiB and some tenths of a second.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Access:
         server_name: the name that its certificate must have; empty for the host in ``server``.
         proxy: URL of a proxy that the kubeconfig names; empty for none. The environment is never
             read.
-        tls_fingerprint: changes with the content of any of the files.
+        tls_fingerprint: changes with the content of any of the files, so that the client then opens
+            new connections.
     """
 
     server: str

@@ -51,12 +51,12 @@ class DeadDevice(msgspec.Struct, frozen=True):
     Attributes:
         uuid: its UUID.
         name: its name in messages, e.g. ``GPU 0 (GPU-…)``.
-        why: one clause for people.
+        why: why it is lost or unhealthy, as one clause for people.
         lost: its GPU no longer answers or is gone; otherwise it is present and unhealthy.
         gpu: the UUID of its GPU.
-        index: the number of its GPU.
-        remedy: what helps; None when that is not known.
-        since: unix seconds of the change; 0 when it is not known.
+        index: the NVML index of its GPU.
+        remedy: the kind of remedy that helps; None when that is not known.
+        since: unix seconds of the last change of its health; 0 when it is not known.
     """
 
     uuid: str

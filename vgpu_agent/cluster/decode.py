@@ -2,8 +2,8 @@
 
 Called by `reflector` and the watches for each object. The structs have the used fields only, and
 msgspec skips all others without building them, which is 98 % of a pod. Of a pod's annotations and
-variables only those are kept that families name (`families.pod_annotations`). A user may send
-1.5 MiB of them, so at most about 100 KiB a pod are kept. An unreadable object raises a
+environment variables only those are kept that families name (`families.pod_annotations`). A user
+may send 1.5 MiB of them, so at most about 100 KiB a pod are kept. An unreadable object raises a
 `ClusterError` that names it if its name can be read. No other exception leaves this module, so one
 unreadable pod does not hide the others.
 
@@ -51,7 +51,7 @@ _LONGEST_NAME = 253
 _LONGEST_VERSION = 256
 _LONGEST_RESOURCE = 317  # DNS subdomain, slash, 63 characters
 _LONGEST_AMOUNT = 64
-_LONGEST_VALUE_BYTES = 64  # of a variable, in JSON
+_LONGEST_VALUE_BYTES = 64  # of an environment variable, in JSON
 _MAX_CONTAINERS = 64
 _MAX_RESOURCES = 128  # of all containers together
 _ANNOTATION_BYTES = 32 * 1024  # of all values together
@@ -487,7 +487,10 @@ def _refuse_large(raw: Json, what: str) -> None:
 
 
 def _kept(keys: Sequence[str], fields: Any) -> dict[str, str]:
-    """The values of ``keys`` that the pod has, cut where they exceed `_ANNOTATION_BYTES`."""
+    """The values of ``keys`` that the pod has, cut where they exceed `_ANNOTATION_BYTES`.
+    ``fields`` is the pod's struct of annotations or labels from `_pod_type`; None where it has
+    none.
+    """
     kept: dict[str, str] = {}
     left = _ANNOTATION_BYTES
     for place, key in enumerate(keys if fields is not None else ()):
@@ -505,7 +508,8 @@ def _containers(
     spec: _PodSpec, statuses: Mapping[str, _ContainerStatus], prefixes: tuple[str, ...]
 ) -> tuple[PodContainer, ...]:
     """Return the containers of a pod;
-    of very many, only those that ask for extended resources.
+    of very many, only those that ask for extended resources. ``prefixes`` begin the names of the
+    families' resources.
     """
     kinds = [
         (one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT)
@@ -582,6 +586,7 @@ def _values(one: _Container) -> dict[str, str]:
         if not VALUES.fullmatch(variable.name):
             continue
         values.pop(variable.name, None)
+        # more than two bytes: not the empty text, which is two quotation marks
         if 2 < memoryview(variable.value).nbytes <= _LONGEST_VALUE_BYTES:
             with contextlib.suppress(msgspec.MsgspecError, ValueError):
                 values[variable.name] = msgspec.json.decode(variable.value, type=str)
@@ -592,7 +597,8 @@ def _extended(
     amounts: _Amounts | None, prefixes: tuple[str, ...] = BY_DEFAULT.resource_prefixes
 ) -> dict[str, str]:
     """The extended resources among ``amounts``: those with a slash in their name.
-    Of very many, keep those of the families first, so that made-up names cannot displace them.
+    Of very many, keep those of the families first, whose names begin with one of ``prefixes``, so
+    that made-up names cannot displace them.
     """
     found = [
         (name, amount)

@@ -1,8 +1,8 @@
 """The decoder of what only a scheduler reads of pods: priority, groups, requests and labels; and of
 PodDisruptionBudgets.
 
-`decode` leaves these fields out, so that the agent of a node does not keep them. A pod is decoded
-once by each of the two. Fields are those of core/v1 and policy/v1.
+`decode` leaves these fields out, so that the agent of a node does not keep them. The scheduler
+extender decodes each pod with both. Fields are those of core/v1 and policy/v1.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ T = TypeVar("T")
 
 _LONGEST_MESSAGE = 1000  # characters
 _LONGEST_NAME = 253
+# labels and resources of one pod, and expressions of one selector, that are read at most
 _MAX_LABELS, _MAX_RESOURCES, _MAX_SELECTED = 256, 64, 256
-_SHARED = 4096  # equal values of pods that are kept once
+_SHARED = 4096  # the number of latest values that are remembered, so that equal ones are one object
 _CRITICAL = 2_000_000_000  # the priority of system-cluster-critical; no user class reaches it
 
 _POD_GROUP, _DAEMON_SET = "PodGroup", "DaemonSet"
-# Volumes that any number of pods of a Node may have.
+# Keys of volumes that any number of pods of a Node may have; ``name`` is in all.
 _PLAIN_VOLUMES = {
     "name", "configMap", "downwardAPI", "emptyDir", "hostPath", "image", "projected", "secret",
 }  # fmt: skip
@@ -172,7 +173,7 @@ def with_facts(decode_pod: Callable[[Json], Pod]) -> Callable[[Json], Pod]:
 
 
 def facts(raw: Json) -> SchedulingFacts:
-    """Decode the facts of a pod.
+    """Decode the facts of a pod that only schedulers use.
 
     Raises:
         ClusterError: it cannot be read.
@@ -288,7 +289,7 @@ def _read(amounts: _Amounts | None) -> dict[str, int]:
     """Read quantities.
 
     Raises:
-        ValueError: one is none.
+        ValueError: one of them is no quantity.
     """
     found = {}
     for name, text in (amounts or {}).items():

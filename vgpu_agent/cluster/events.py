@@ -44,7 +44,9 @@ _SHORTEST_WAIT_SECONDS = 0.01
 
 
 class _Event(msgspec.Struct, eq=False):
-    """One message about one object, and the number of times that it was raised."""
+    """One message about one object, and the number of times that it was raised; ``regarding`` is
+    the reference to that object (``involvedObject``), ``kind`` the event's ``type``.
+    """
 
     name: str
     namespace: str
@@ -95,7 +97,8 @@ class Events:
             heartbeat_seconds: the longest time between two heartbeats of the loop.
         """
         self._api, self._component, self._node_name, self._clock = api, component, node_name, clock
-        self._failure_log = FailureLog(journal, "events")  # begins its names in the journal
+        # `events` is the first part of the names that failures have in the journal
+        self._failure_log = FailureLog(journal, "events")
         self._max_queued, self._heartbeat_seconds = max_queued, heartbeat_seconds
         # by object, reason and message, in the order of creation
         self._events: dict[tuple[str, str, str], _Event] = {}

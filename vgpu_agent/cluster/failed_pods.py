@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 REASON = "VgpuPodsFailedWhileDown"  # of the event about our Node
 
-# The kubelet forgets a plugin that is away for five minutes, and the scheduler sends the node no
-# pods for it from the first second on.
+# How long before our start a pod may have failed to be reported. Longer is not needed: the kubelet
+# forgets a plugin that is away for five minutes, and the scheduler sends the node no pods for it
+# from the first second on.
 _BEFORE_START_SECONDS = 600.0
 # Pods that are admitted between our start and our registration fail as well.
 _SETTLING_SECONDS = 5.0
@@ -104,9 +105,9 @@ class FailedPods:
         Args:
             api: the API server.
             node_name: our Node's name.
-            node: our Node, under which the event will be shown.
+            node: our Node, under which the event will be shown; None while it is not known.
             resources: the names of this agent's resources.
-            events: where the event goes.
+            events: the queue of the Kubernetes events to be written.
             journal: the pods are named there.
             clock: unix seconds.
         """
@@ -149,6 +150,7 @@ class FailedPods:
         answer = await self._api.get(
             "/api/v1/pods", {"fieldSelector": selector, "limit": str(_MAX_PODS)}
         )
+        # `rest` is the token of the next page, empty on the last one
         items, _, rest = decode.page(answer)
         ours = frozenset(self._resources())
         names = []
@@ -162,6 +164,9 @@ class FailedPods:
         return sorted(names), bool(rest)
 
     def _failed_meanwhile(self, pod: _Pod, ours: frozenset[str]) -> bool:
+        """Tell whether the pod asks for one of our resources, and failed at admission because the
+        plugin was away, not longer than `_BEFORE_START_SECONDS` before our start.
+        """
         if pod.status.reason != _ADMISSION_ERROR or not any(
             text in (pod.status.message or "") for text in _AWAY
         ):

@@ -51,8 +51,9 @@ class FeatureLabels:
             journal: records that the labels are left to GFD.
         """
         self._labels, self._foreign, self._journal = labels, foreign, journal
-        self._ours: Mapping[str, str] = {}  # those that the watch has shown as they should be
-        # in seconds of the event loop's clock
+        # labels that the Node had with the agent's values when it was last seen
+        self._ours: Mapping[str, str] = {}
+        # when another writer changed such a label, in seconds of the event loop's clock
         self._changed_at: collections.deque[float] = collections.deque(maxlen=_CHANGES)
         self._contested = False  # given up because of those changes, and so until the next start
         self._given_up = ""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodCache
     from vgpu_agent.status import XidSeen
 
+# the reasons of the events
 LOST, UNHEALTHY, RECOVERED, FLAPPING = "GpuLost", "GpuUnhealthy", "GpuRecovered", "GpuFlapping"
 HUNG, MISSING, ANSWERING = "GpuDriverHung", "GpuDriverMissing", "GpuDriverAnswering"
 LIBRARY_MISSING, PROGRAM_ERROR = "GpuLibraryMissing", "GpuProgramError"
@@ -72,11 +73,11 @@ class _Dead(msgspec.Struct):
 
 
 class _Lasting(msgspec.Struct):
-    """A problem that is there, since when on the event loop's clock, and its event."""
+    """A problem that is there, since when on the event loop's clock."""
 
     since: float
-    text: str
-    told: bool = False  # its event was raised
+    text: str  # for the event of its end
+    told: bool = False  # the event of the problem was raised
 
 
 class GpuEvents:
@@ -96,7 +97,8 @@ class GpuEvents:
 
         Args:
             events: the queue of events.
-            facts: the GPUs and their holders.
+            facts: the GPUs and their holders, the state of the driver, the missing libraries of
+                isolation backends, and the node's problems.
             pods: the pods of this node.
             node: our Node, None before it was read.
         """
@@ -135,6 +137,7 @@ class GpuEvents:
         self._look_at_problems(node)
         self._look_at_devices(node, dead)
         self._look_at_driver(node)
+        # isolation backend → why its library is missing
         for backend, why in self._facts.libraries().items():
             if self._missing.is_new(backend, why):
                 self._events.raise_event(
@@ -233,6 +236,7 @@ class GpuEvents:
     # -- the pods ----------------------------------------------------------------------------------
 
     def _look_at_pods(self, dead: Mapping[str, DeadDevice]) -> None:
+        # UID of a pod that holds a dead device → the pod, and its dead devices by UUID
         on_dead = pods_on(dead, self._facts.grants(), self._pods)
         for uid, (pod, held) in on_dead.items():
             known = self._on_pods.setdefault(uid, {})
@@ -254,13 +258,15 @@ class GpuEvents:
 
     def _look_at_programs(self) -> None:
         """Tell the pods on a GPU of an XID that a program has caused: their owners cannot see the
-        node. The same XID several times in a row is told once: `driver` has it as one entry.
+        node. The same XID several times in a row is told once: the state of the driver has it as
+        one entry.
         """
         seen = {
             (gpu, each.xid, each.first_at): each
             for gpu, entries in self._facts.driver().xids.items()
             for each in entries
-            # one that is not ignored makes its GPU Unhealthy, which has events of its own
+            # One that is not ignored makes its GPU Unhealthy, which has events of its own.
+            # `APPLICATION`: the owner of a program has to look at that program's error.
             if each.ignored and each.remedy is Remedy.APPLICATION
         }
         for gpu, xid, first_at in seen.keys() - self._program_errors:
@@ -322,4 +328,5 @@ def _joined(names: list[str]) -> str:
     """Join the names of devices; of many GPUs only the numbers."""
     if len(names) <= _NAMED_IN_FULL:
         return " and ".join(names)
+    # a GPU's name is "GPU 0 (GPU-…)"
     return f"{len(names)} devices: {', '.join(name.partition(' (')[0] for name in names)}"

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import Pod, PodCache
 
-EVICTED = "GpuPodEvicted"
-LOST, UNHEALTHY = "lost", "unhealthy"
+EVICTED = "GpuPodEvicted"  # the reason of the event about an evicted pod
+LOST, UNHEALTHY = "lost", "unhealthy"  # the values of the label
 _SHORTEST_WAIT_SECONDS = 0.01
 
 
@@ -75,20 +75,22 @@ class GpuEvictions:
 
         Args:
             api: the API server.
-            events: for the owners.
+            events: writes an event for the owner of each evicted pod.
             facts: the GPUs and their holders.
             pods: the pods of this node.
             after_seconds: how long a pod must have held a dead GPU, without a break, before it is
                 evicted.
-            journal: evictions and troubles are recorded there.
-            look_seconds: the longest time between two looks, and between heartbeats.
+            journal: evictions and failures are recorded there.
+            look_seconds: the longest time between two checks of the pods, and between heartbeats.
         """
         self._api, self._events, self._facts, self._pods = api, events, facts, pods
         self._after_seconds, self._journal = after_seconds, journal
         self._look_seconds = look_seconds
-        self._failure_log = FailureLog(journal, "gpu_evictions")  # begins its names in the journal
-        # All three by the API server's UID. The clock of the event loop: a clock that is set while
-        # the node boots makes no failure an hour old.
+        # the names of its events in the journal begin with `gpu_evictions.`
+        self._failure_log = FailureLog(journal, "gpu_evictions")
+        # The next three are by the API server's UID of a pod. `_since` is when a check first found
+        # it on a dead GPU, by the event loop's clock: the node's clock may be set while it boots,
+        # and a pod would then seem to have held the dead GPU for much longer than it has.
         self._since: dict[str, float] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._evicted: set[str] = set()
@@ -103,7 +105,7 @@ class GpuEvictions:
             await versions.passed(timeout_seconds=pause)
 
     async def look_once(self, beat: Callable[[], None] = lambda: None) -> float:
-        """Evict the pods whose time has come; return the seconds until the next look."""
+        """Evict the pods whose time has come; return the seconds until the next call."""
         now = asyncio.get_running_loop().time()
         on_dead = pods_on(
             dead_devices(self._facts.inventory.value), self._facts.grants(), self._pods
@@ -118,7 +120,7 @@ class GpuEvictions:
             backoff = self._backoffs.setdefault(uid, Backoff())
             left = max(since + self._after_seconds - now, backoff.seconds_left)
             if left <= 0:
-                # it may have recovered during the requests before
+                # the GPU may have recovered during the requests for other pods
                 if held.keys().isdisjoint(dead_devices(self._facts.inventory.value)):
                     continue
                 beat()
@@ -128,6 +130,7 @@ class GpuEvictions:
         return max(pause, _SHORTEST_WAIT_SECONDS)
 
     async def _evict(self, pod: Pod, held: Mapping[str, DeadDevice], backoff: Backoff) -> None:
+        """Request the eviction; ``held`` are the dead devices that the pod holds, by UUID."""
         try:
             await self._api.post(pod_path(pod.namespace, pod.name) + "/eviction", eviction(pod))
         except ClusterError as err:
@@ -159,7 +162,7 @@ class GpuEvictions:
                 error=str(err),
             )
         elif err.status not in {404, 409}:
-            # 404 and 409: it is gone or another pod has its name, and the watch will show that
+            # 404 and 409: the pod is gone or another one has its name, and the watch will show that
             self.counts["failed"] += 1
             self._failure_log.failed("eviction", err, PERMISSION, pod=pod.full_name)
 
@@ -168,5 +171,5 @@ class GpuEvictions:
         for uid in self._since.keys() - uids.keys():
             del self._since[uid]
             self._backoffs.pop(uid, None)
-            self._failure_log.forget(uid)  # of all keys that contain it
+            self._failure_log.forget(uid)  # the keys that contain it: `budget <uid>`
         self._evicted &= uids.keys()

@@ -38,14 +38,17 @@ _NOT_ANSWERING, _HUNG, _MISSING, _NO_GPU = (
     "DriverMissing",
     "NoGpu",
 )
-# By these a condition of this agent is known from one of the same type of other software.
+# By these a condition of this agent is told from one of the same type of other software.
 _REASONS = frozenset({_HEALTHY, _LOST, _UNHEALTHY, _NOT_ANSWERING, _HUNG, _MISSING, _NO_GPU})
 # A message has no more devices than that. Kubernetes allows 32 KiB, people read a line.
 _NAMED = 4
 
 
 def desired_node(facts: GpuFacts, settings: NodeStatus, node: Node, now: float) -> DesiredNode:
-    """Return the desired state of our Node at ``now``, in unix seconds."""
+    """Return the desired state of our Node at ``now``, in unix seconds.
+
+    ``facts`` has the GPUs and the state of the driver; ``node`` is the Node as the watch shows it.
+    """
     desired_state = cleanup(node)
     if settings.condition:
         desired_state = desired_state.joined(DesiredNode(conditions={CONDITION: condition(facts)}))

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 # etcd takes objects of 1.5 MiB by default, and JSON makes at most a few times that of them.
 LONGEST_OBJECT_BYTES = 16 * 1024 * 1024
-# Of all but the items: kind, version, token of the next page.
+# Of the envelope, all of a list but the items: kind, version, token of the next page.
 _LONGEST_ENVELOPE_BYTES = 64 * 1024
 
-# A match keeps some hundred bytes for each JSON string or object that it has passed over, and those
-# may be as short as two characters.
+# The longest text that a pattern is matched against: a match keeps some hundred bytes for each JSON
+# string or object in it, and those may be as short as two characters.
 _MATCHED_AT_ONCE_BYTES = 16 * 1024
 
 _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
@@ -33,6 +33,7 @@ _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
 # Escapes are replaced before (`_without_escapes`), so a string ends with the next quote.
 _IN_STRING = rb'[^"]*'
 _STRING = rb'"' + _IN_STRING + rb'"'
+# Text with strings and without braces; and the same that may also have objects of one level.
 _FLAT = rb'[^"{}]*(?:' + _STRING + rb'[^"{}]*)*'
 _SHALLOW = rb'[^"{}]*(?:(?:' + _STRING + rb"|\{" + _FLAT + rb'\})[^"{}]*)*'
 # Up to the next brace that changes `_depth`: strings, and within an item objects with few levels,
@@ -58,7 +59,7 @@ class ListReader:
         self._ahead = bytearray()  # `_rest` from some place before that on, without escapes
         self._at = 0  # how far `_ahead` is read
         self._in_string = False
-        self._depth = 0
+        self._depth = 0  # open braces: 1 in the list itself, 2 in an item or another object in it
         self._in_items = False
         self._item = False  # the object that is being read is an item
         self._envelope = bytearray()
@@ -125,6 +126,9 @@ class ListReader:
         self._at = place
 
     def _opened(self) -> None:
+        """Go one level deeper, at the opening brace before `_from`; with an object in the list, let
+        `_rest` begin there.
+        """
         self._depth += 1
         if self._depth > _DEEPEST:
             raise ClusterError(
@@ -139,6 +143,9 @@ class ListReader:
             self._from = 1
 
     def _closed(self) -> bytes | None:
+        """Go back one level, at the closing brace before `_from`; return the item that ends there,
+        if one does.
+        """
         self._depth -= 1
         if self._depth < 0:
             raise ClusterError(
@@ -169,6 +176,7 @@ class ListReader:
         self._in_items = _ITEMS.search(self._envelope) is not None
 
     def _keep(self, text: bytes) -> None:
+        """Add ``text`` to the envelope."""
         self._envelope += text
         if len(self._envelope) > _LONGEST_ENVELOPE_BYTES:
             self._refuse_envelope()

@@ -36,11 +36,12 @@ class DesiredEntry(msgspec.Struct, frozen=True):
     """One key of the Node.
 
     Attributes:
-        shown: the value that the watch shows, an equal quantity in the spelling of ``desired``;
-            None for nothing.
-        desired: the value to be there; None for nothing.
+        shown: the value that the watch shows; a quantity that equals ``desired`` is given in the
+            spelling of ``desired``. None where the key is not there.
+        desired: the value to be there: a text, (status, reason, message) of a condition, or the
+            effect of a taint. None where the key must not be there.
         apart_seconds: the least time between two writes of it.
-        guarded: to be removed only if the Node is as it was seen.
+        guarded: to be removed only if the Node has not changed since the watch has shown it.
     """
 
     section: Section

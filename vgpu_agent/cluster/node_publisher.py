@@ -80,15 +80,16 @@ class _NodeAnswer(msgspec.Struct):
 class NodePublisher:
     """The writer of our Node; one for the process.
 
-    Five kinds of write may fail independently: guarded removals (of annotations, only if the Node
-    is as it was seen), metadata, quantities and conditions (status subresource), and taints.
+    Five kinds of write may fail independently, each with its own pauses: guarded removals (of
+    annotations, only if the Node is as it was seen), metadata, quantities and conditions (status
+    subresource), and taints.
 
     State: the latest writes and failures. A crash between two writes leaves a difference, which the
     next start sees.
 
     Attributes:
         first: set as soon as all desired annotations and labels have been written once.
-        counts: for metrics.
+        counts: how many writes were accepted, have failed and wait, for metrics.
     """
 
     def __init__(
@@ -228,6 +229,11 @@ class NodePublisher:
         return desired
 
     def _seconds_until_due(self, entry: DesiredEntry) -> float | None:
+        """Return the time until an entry may be written; None if nothing is to be written.
+
+        ``entry.shown`` is the value that the watch shows, ``entry.desired`` the one to be there,
+        and ``entry.apart_seconds`` the least time between two writes of it.
+        """
         if entry.guarded:
             # The guarded annotations are schedulers' locks of this node. A value after the watch
             # has shown the removal is a new lock, even with the same text: the next one of a
@@ -316,8 +322,15 @@ class NodePublisher:
         desired_state: Sequence[DesiredEntry],
         body: Callable[[Sequence[DesiredEntry]], Mapping[str, Any]],
     ) -> Sequence[DesiredEntry]:
-        """Send one merge patch for all entries, or one for each when one of them spoils it; return
-        those that could not be written.
+        """Send one merge patch for all entries, or one for each when the API server does not accept
+        one of them; return those that could not be written.
+
+        Args:
+            kind: the key of `_backoffs`.
+            permission: the RBAC permission that it needs, for messages.
+            path: what is patched: the Node or its status.
+            desired_state: the entries.
+            body: makes the patch from entries.
         """
         if self._backoffs[kind].seconds_left:
             return desired_state
@@ -410,8 +423,9 @@ class NodePublisher:
         desired_state: Sequence[DesiredEntry],
         changes: Callable[[_NodeAnswer], dict[str, Any] | None],
     ) -> bool:
-        """Read the Node and patch ``target`` with ``changes``, which returns None when all is there
-        already; anew when another client has written in between. Return whether it is there then.
+        """Read the Node at ``path`` and patch ``target``, the Node or its status, with ``changes``,
+        which returns None when all is there already; anew when another client has written in
+        between. Return whether it is there then. ``kind`` and ``permission`` as in `_patch`.
         """
         if self._backoffs[kind].seconds_left:
             return False
@@ -452,14 +466,14 @@ class NodePublisher:
         self._failure_log.recovered(kind)
         for entry in desired_state:
             self._failure_log.recovered(entry.name)
-            # A guarded annotation, or one with a least time between writes, is also written by a
-            # scheduler for reasons of its own.
             # For so long it may be the kubelet that writes the entry.
             patience = (
                 _KUBELET_FORGETS_SECONDS
                 if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}
                 else 0.0
             )
+            # A guarded annotation, or one with a least time between writes, is also written by a
+            # scheduler for reasons of its own. That is no contest.
             contested = not entry.guarded and self._write_history.note_write(
                 entry.name, entry.shown, entry.desired, patience_seconds=patience
             )
@@ -488,6 +502,9 @@ class NodePublisher:
         )
 
     def _counted(self, pending: int) -> None:
+        """Put the number of entries that wait for a write into `counts`, and how long some have
+        waited.
+        """
         now = asyncio.get_running_loop().time()
         if not pending:
             self._pending_since = None

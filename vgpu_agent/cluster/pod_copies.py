@@ -2,7 +2,7 @@
 
 Unlike the caches in ``stateDirectory`` this is the only place where such a pod still is, so each
 change is on the disk before anything is deleted, and a file that is damaged is kept for a person.
-Used by `rescue`.
+Used by `rescue`, which replaces pods that have failed on this node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vgpu_agent import log
 _logger = log.get(__name__)
 
 _NAME = "rescued-pods.json"
-# As many copies as there may be, each of the largest size.
+# Enough for as many copies as `rescue` keeps at once, each of the largest size.
 _LONGEST_BYTES = 64 * 1024 * 1024
 
 
@@ -31,8 +31,8 @@ class Copy(msgspec.Struct):
         uid: of the pod that is deleted and recreated.
         namespace: of both pods, the deleted one and the new one.
         name: of both pods.
-        since: unix seconds of the first deletion.
-        body: the pod to be created.
+        since: unix seconds of the first deletion; long after it, the pod is given up.
+        body: the pod to be created, as it is sent to the API server.
         reason: why the pod is recreated, for its owner.
     """
 
@@ -51,7 +51,9 @@ class Tries(msgspec.Struct):
     Attributes:
         number: how many in a row.
         last: unix seconds of the last chance.
-        created: unix seconds of the creation of the pod that got the last chance.
+        created: unix seconds of the creation of the pod that got the last chance. Pods of the same
+            owner that were created together with it, or before, have failed together with it and
+            count no further.
     """
 
     number: int
@@ -64,7 +66,8 @@ class State(msgspec.Struct):
 
     Attributes:
         copies: by the UID of the deleted pod.
-        tries: by owner or name.
+        tries: by namespace and the controller's UID, or by the namespace and name of a pod without
+            one.
     """
 
     copies: dict[str, Copy] = msgspec.field(default_factory=dict)

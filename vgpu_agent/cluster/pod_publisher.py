@@ -1,18 +1,18 @@
 """Keeps annotations and labels of our pods in the families' desired state, which shows a scheduler
 whether its decision was carried out.
 
-No container waits for these writes. They come after its start, are tried until done, and need no
-memory: a value that is missing after a restart is a difference between the pods as the watch shows
-them and the state that the families derive from the ledger.
+No container waits for these writes. They come after its start, are tried until done, and are not
+stored anywhere while they wait: a value that is missing after a restart is a difference between the
+pods as the watch shows them and the state that the families derive from the ledger.
 
 The writes cost others something. Where memory is counted in MiB, the kubelet reports thousands of
 ids in a pod's status. For each write the API server then reads, stores and sends out all of that,
 and the kubelet looks at the pod once more and writes its status again: 75 ms of processor time,
 measured on a real node, while other pods wait to be started. So annotations that only show a pod's
 progress wait until no pod is being started, `STARTS_FIRST_SECONDS` at most. Annotations by which
-schedulers count do not wait. Those held back when the agent stops are written by the next process,
-except to a pod that has ended by then: only this process knew its shares, so that pod stays as it
-is.
+schedulers count what is in use do not wait. Those held back when the agent stops are written by the
+next process, except to a pod that has ended by then: only this process knew its shares, so that pod
+stays as it is.
 
 Built and run by `agent`.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import DesiredPod, Pod, PodCache
 
-    Changes = Mapping["Entry", str | None]
+    Changes = Mapping["Entry", str | None]  # the values to write; None removes the entry
 
 PERMISSION = "patch pods"
 ANNOTATIONS, LABELS = "annotations", "labels"  # the parts of ``metadata`` that are written
@@ -61,6 +61,7 @@ class _Writing(msgspec.Struct):
 
     history: WriteHistory
     backoff: Backoff
+    # since when something is to be written, on the event loop's clock; None if nothing is
     pending_since: float | None = None
     # a request is under way; there is never a second one, so writes of one pod are in order
     busy: bool = False
@@ -110,8 +111,8 @@ class PodPublisher:
             desired_state: the kubelet's UID of a pod (the API server's, except for static pods) →
                 its desired state.
             wake: advances whenever the desired state may have changed.
-            journal: troubles and their end are recorded there, and that a pod has all its
-                annotations.
+            journal: what goes wrong with the writes, and its end, are recorded there, and that a
+                pod has all its annotations.
             tokens: the kubelet's UID of a pod → the tokens of its grants, which are in all records
                 about its start.
             starting: whether the kubelet is starting pods now.
@@ -132,9 +133,10 @@ class PodPublisher:
             starting,
             frozenset((ANNOTATIONS, key) for key in progress_annotations),
         )
-        self._failure_log = FailureLog(journal, "pods")  # begins its names in the journal
+        self._failure_log = FailureLog(journal, "pods")  # its events are named ``pods.…``
         self._writings: dict[str, _Writing] = {}
-        self._outage = Backoff()  # shared by all pods, beside the one of each
+        # for failures that are not one pod's, such as an outage; each pod has its own besides
+        self._outage = Backoff()
         self._done = Revision()  # requests that have ended
         self._backlog = False  # whether writes are due that were not begun
         self.counts = WriterStatus("pods")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # How often a pod has been recreated, and when last: it may fail on another node next, whose agent
 # must not begin to count at zero.
 TRIES = "vgpu-agent.internal/recreated"
-_LONGEST_TRIES = 40
+_LONGEST_TRIES = 40  # characters of that annotation
 # From this priority on a pod is critical to the kubelet.
 _CRITICAL_PRIORITY = 2_000_000_000
 _CRITICAL_CLASSES = ("system-node-critical", "system-cluster-critical")
@@ -76,7 +76,7 @@ def copy_of(pod: Json, stale: Collection[str]) -> Json:
             kept = _part(metadata, kind)
             metadata[kind] = {key: text for key, text in kept.items() if key not in stale}
     spec = {key: value for key, value in _part(pod, "spec").items() if key not in _CHOSEN}
-    if spec.get("runtimeClassName"):
+    if spec.get("runtimeClassName"):  # at the creation, the overhead is set from it
         spec.pop("overhead", None)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 

@@ -5,8 +5,8 @@ Used by the watches of this package (`watching`, `config_map`). Each of them run
 supervised loop and gives it a receiver of objects (`Sink`). Its rules, which the libraries' own
 watches do not keep:
 
-* A watch that ends is normal. The next one goes on from the same version, after a pause that
-  doubles while watches end soon.
+* A watch that ends is normal. The next one goes on from the same version (the ``resourceVersion``
+  that was seen last), after a pause that doubles while watches end soon.
 * 410 in any form means that history was lost: list again. A malformed event, or the deletion of an
   undecodable object, leads to a new list as well. Any other failure keeps the version, so that no
   event is lost or seen twice.
@@ -46,10 +46,10 @@ Seen_contra = TypeVar("Seen_contra", contravariant=True)
 # How long a watch is asked to last; the real time is drawn between this and its double.
 WATCH_SECONDS = 240.0
 _PAGE = "500"  # items; an API server that answers from its cache sends all
-# A node has some hundred objects of a kind, each page has at least one, and each sink has bounds of
-# its own (`trim`).
+# Limits for a list that never ends: a node has some hundred objects of a kind, and each page has at
+# least one. The receivers keep fewer: ``trim`` drops what they would not keep.
 _MAX_ITEMS = 50_000
-_TRIMMED_EACH = 100  # items
+_TRIMMED_EACH = 100  # items after which ``trim`` is called
 _MAX_PAGES = 1000
 # A watch is followed no faster than this for long; a node with 500 pods has some hundred changes a
 # second at its worst.
@@ -58,6 +58,8 @@ _BURST_SECONDS = 0.2
 _LONGEST_ERROR = 1000  # characters of an error that is remembered
 # a stream that lasted this long proves that the API server is well, and pauses begin small again
 _HEALTHY_SECONDS = 30.0
+# errors of unreadable objects that are remembered, so that they are not logged again; beyond these,
+# all are forgotten
 _UNREADABLE_REMEMBERED = 200
 _GONE = 410
 _FORBIDDEN = 403
@@ -69,11 +71,11 @@ class Source(Protocol):
     """The source of lists and watches: `client.ApiClient`, or a test's script."""
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
-        """One answer."""
+        """Return the whole answer to a GET, such as one object."""
         ...
 
     def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """A list, in pieces."""
+        """Yield a list as it arrives, in pieces of the JSON text."""
         ...
 
     def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
@@ -127,7 +129,7 @@ class Reflector(Generic[T]):
 
     Attributes:
         status: counts, times and the last error of its lists and watches.
-        synced: there was a first complete list.
+        synced: there was a first complete list, since the start or `forget`.
         trouble: why the last list or watch failed; None when all is well.
     """
 
@@ -149,10 +151,11 @@ class Reflector(Generic[T]):
         Args:
             source: gives lists and watches.
             scope: the objects.
-            decoder: makes an object of the API server's JSON.
+            decoder: makes an object of type ``T`` from the JSON of one; raises `ClusterError` if it
+                cannot.
             sink: receives the objects.
             journal: failures are recorded there.
-            uniform: draws a time between two.
+            uniform: draws a number between two, for the length of watches and pauses.
             expected: HTTP statuses that are not logged, because the caller reports them.
             trim: returns those of the objects read so far that the sink would keep. So a long list
                 is never held whole.
@@ -168,7 +171,8 @@ class Reflector(Generic[T]):
         self._journal = journal
         self._uniform = uniform
         self._expected = frozenset(expected)
-        self._version = ""
+        self._version = ""  # empty: begin with a list
+        # loop time since which lists and watches have succeeded; None while they fail
         self._well_since: float | None = None
         self._changes = ChangeFilter()  # of failures: one with the status of the last is not logged
         # of unreadable objects, so that one that changes every second does not flood the log
@@ -179,7 +183,7 @@ class Reflector(Generic[T]):
         """The longest time between two calls of ``beat`` by a healthy `run`."""
         return (
             2 * WATCH_SECONDS
-            + api.WATCH_SILENCE_SECONDS
+            + api.WATCH_SILENCE_SECONDS  # until a silent connection counts as dead
             + slow_seconds()  # the pause after a permanent failure, such as a missing right
             + api.REQUEST_TIMEOUT_SECONDS
         )
@@ -388,10 +392,12 @@ class Reflector(Generic[T]):
             )
 
     def _begin_well(self) -> None:
+        """Note since when lists and watches have succeeded, see `reachable_seconds`."""
         if self._well_since is None:
             self._well_since = asyncio.get_running_loop().time()
 
     def _well(self) -> None:
+        """Note that a list or watch has succeeded, and that the last failure is over."""
         self.status.failing_since = 0.0
         self._begin_well()
         if self.trouble.value is not None:

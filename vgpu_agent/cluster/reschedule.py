@@ -65,8 +65,8 @@ class Reschedule:
 
         Args:
             api: the API server.
-            events: for the owners.
-            refusals: the current refusals.
+            events: raises events of pods, which their owners read.
+            refusals: returns the starts of containers that `allocation` refuses at present.
             wake: advances with each change of ``refusals``.
             binding: has the time after which a pod is evicted.
             journal: evictions and troubles are recorded there.
@@ -82,16 +82,18 @@ class Reschedule:
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
         self._binding, self._journal = binding, journal
         self._look_seconds = look_seconds
-        self._failure_log = FailureLog(journal, "reschedule")  # begins its names in the journal
+        # the names of its events in the journal begin with this word
+        self._failure_log = FailureLog(journal, "reschedule")
         # Both in seconds of the event loop: a clock that is set while the node boots makes no
         # refusal an hour old.
-        # pod, container and first refusal → when it was seen here
+        # pod, container and time of the first refusal → when it was seen here
         self._seen: dict[tuple[str, str, float], float] = {}
         # pod and container → reason, whether it was final, and time of the last event
         self._last_events: dict[tuple[str, str], tuple[str, bool, float]] = {}
-        self._evicted: set[str] = set()
-        self._backoffs: dict[str, Backoff] = {}
+        self._evicted: set[str] = set()  # UIDs of pods
+        self._backoffs: dict[str, Backoff] = {}  # UID → the pause before the next try to evict it
         self._beat: Callable[[], None] = lambda: None
+        # requests by outcome; a PodDisruptionBudget postpones an eviction
         self.evictions = {"evicted": 0, "postponed": 0, "failed": 0}
 
     async def run(self, beat: Callable[[], None]) -> None:

@@ -57,8 +57,8 @@ FORGET_SECONDS = 3600.0
 GIVE_UP_SECONDS = 24 * 3600.0
 
 _ADMISSION_ERROR = "UnexpectedAdmissionError"
-_PAGE, _MAX_PAGES = 50, 10
-_MAX_COPIES = 16
+_PAGE, _MAX_PAGES = 50, 10  # failed pods in one answer of the API server, and answers in a row
+_MAX_COPIES = 16  # pods at once that are deleted and not recreated yet
 _LONGEST_BODY_BYTES = 2 * 1024 * 1024
 _MAX_KEYS, _MAX_DONE = 512, 2000  # entries of `State.tries`, and of `Rescue._done`
 # The pause before the next check whether a deleted pod is gone; it doubles up to the maximum.
@@ -78,17 +78,25 @@ class _Case(msgspec.Struct):
     Attributes:
         why: the reason why it cannot run, for its owner.
         failed: the kubelet has failed it; otherwise its start is refused again and again.
+        backoff: the pauses after failed requests.
+        due: when the pod is handled next, by the event loop's clock.
     """
 
     pod: Pod
     why: str
     failed: bool
     backoff: Backoff = msgspec.field(default_factory=Backoff)
-    due: float = 0.0  # the event loop's clock
+    due: float = 0.0
 
 
 class _Recreation(msgspec.Struct):
-    """The next try to create the pod of a copy."""
+    """The next try to create the pod of a copy.
+
+    Attributes:
+        backoff: the pauses after failed requests.
+        pause: seconds until the next check, while the deleted pod is still there.
+        due: when the next try begins, by the event loop's clock.
+    """
 
     backoff: Backoff = msgspec.field(default_factory=Backoff)
     pause: float = _CHECK_SECONDS
@@ -130,7 +138,8 @@ class Rescue:
             resources: the names of the resources whose pods are replaced.
             refusals: the starts that are refused at the moment; only final ones count.
             wake: advances with each change of ``refusals``.
-            stale: annotations and labels that are removed from a pod before it is recreated.
+            stale: names of annotations and labels that are removed from a pod before it is
+                recreated.
             events: writes events for the owners.
             copies: the file of the pods between deletion and creation.
             journal: records what is done, and failures.
@@ -141,11 +150,12 @@ class Rescue:
         self._resources, self._refusals, self._stale = resources, refusals, frozenset(stale)
         self._events, self._copies, self._journal, self._clock = events, copies, journal, clock
         self._look_seconds = look_seconds
-        self._failure_log = FailureLog(journal, "rescue")  # begins its names in the journal
+        # the names of its events in the journal begin with `rescue.`
+        self._failure_log = FailureLog(journal, "rescue")
         self._state = State()
         self._cases: dict[str, _Case] = {}  # by UID
         self._recreations: dict[str, _Recreation] = {}  # of copies, by UID
-        self._done: dict[str, None] = {}  # UIDs; the latest at the end
+        self._done: dict[str, None] = {}  # UIDs of handled pods; the latest at the end
         # when failed pods were listed last: how many pods had ended, and how many complete lists of
         # pods had been read (`PodCache.ends` and `PodCache.lists`)
         self._seen = (-1, -1)
@@ -424,12 +434,16 @@ class Rescue:
         return max(0.0, known.last + PAUSE_SECONDS * 2.0 ** (known.number - 1) - now)
 
     def _count(self, key: str, created: float) -> int:
+        """Count one more replacement under ``key``, of a pod that was created at ``created``;
+        return how many there are.
+        """
         known = self._state.tries.pop(key, _NO_TRIES)
         self._state.tries[key] = Tries(known.number + 1, self._clock(), created)
         _shorten(self._state.tries, _MAX_KEYS)
         return known.number + 1
 
     def _uncount(self, key: str, before: Tries | None) -> None:
+        """Undo `_count`; ``before`` is what was counted before it."""
         if before is None:
             self._state.tries.pop(key, None)
         else:
@@ -481,7 +495,9 @@ class Rescue:
         self._events.raise_event(Pod(uid, copy.namespace, copy.name), RECREATED, text, "Normal")
 
     def _record(self, event: str, case: _Case, reason: str, text: str) -> None:
-        """Record that the pod has been handled."""
+        """Record that the pod has been handled, as ``event`` in the journal, and for its owner as a
+        Kubernetes event with ``reason``.
+        """
         pod = case.pod
         self._finish(pod.uid)
         self._failure_log.recovered("pods")
@@ -528,13 +544,14 @@ class Rescue:
         )
 
     def _finish(self, uid: str) -> None:
+        """Remember that the pod has been handled, and drop its case."""
         self._drop(uid)
         self._done[uid] = None
         _shorten(self._done, _MAX_DONE)
 
     def _drop(self, uid: str) -> None:
         self._cases.pop(uid, None)
-        self._failure_log.forget(uid)  # of all keys that contain it
+        self._failure_log.forget(uid)  # the keys that contain it: `budget <uid>`
 
 
 def _now() -> float:
@@ -558,7 +575,7 @@ def _readable(raw: bytes | msgspec.Raw) -> dict[str, Any] | None:
 
 def _failed_admission(pod: dict[str, Any], ours: frozenset[str]) -> bool:
     """Tell whether the kubelet has failed the pod at its admission, and a container or init
-    container of the pod asks for one of ``ours``.
+    container of the pod asks for one of ``ours``, the resources whose pods are replaced.
     """
     status, spec = _of(pod, "status"), _of(pod, "spec")
     if (status.get("phase"), status.get("reason")) != ("Failed", _ADMISSION_ERROR):
@@ -577,7 +594,10 @@ def _why_not(
     owners: list[dict[str, Any]],
     wait: float | None,
 ) -> str:
-    """Say why the pod is left alone, with the remedy; empty where it is not."""
+    """Say why the pod is left alone, with the remedy; empty where it is not.
+
+    ``wait`` is the answer of `_wait`: None where the pod has been replaced too often.
+    """
     if recreation.is_critical(pod):
         return "it is critical, so the agent does not delete it"
     if controller is None and owners:

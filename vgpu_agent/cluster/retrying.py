@@ -2,7 +2,7 @@
 them.
 
 Used by the writers, each of which has a `Backoff` for every kind of write that can fail
-independently, and by `reflector` between its watches.
+independently, and by `reflector`, which lists and watches objects, between its watches.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Backoff:
     """
 
     def __init__(self, jitter: Callable[[float, float], float] = random.uniform) -> None:
-        # so that the agents of a cluster do not retry at the same moment
+        # returns a random factor between two numbers, by which pauses are shortened so that the
+        # agents of a cluster do not retry at the same moment
         self._jitter = jitter
         self._until = 0.0
         self.failures = 0
@@ -83,7 +84,7 @@ class Backoff:
         Args:
             err: the failure; None for a watch that has only ended.
         """
-        # A request stays forbidden until the role changes, and each try is a load.
+        # A request stays forbidden until the role changes, and each try is work for the API server.
         longest = slow_seconds() if err is not None and is_permanent(err) else BACKOFF_MAX_SECONDS
         shortest = BACKOFF_MIN_SECONDS
         pause = min(
@@ -116,7 +117,7 @@ class FailureLog:
     def __init__(self, journal: Journal, writer: str) -> None:
         self._journal = journal
         self._writer = writer  # the beginning of the names of its events in the journal
-        self._changes = ChangeFilter()  # by key, of the trouble that was recorded last
+        self._changes = ChangeFilter()  # by key, of what was recorded last as being wrong
 
     def failed(self, key: str, err: ClusterError, permission: str, /, **facts: Any) -> None:
         """Record that the write ``key`` has failed.
@@ -165,7 +166,11 @@ class FailureLog:
             )
 
     def record(self, key: str, event: str, trouble: str, /, *, level: str, **facts: Any) -> None:
-        """Record ``event``, unless ``trouble`` is what was last recorded about ``key``."""
+        """Record ``event``, unless ``trouble`` is what was last recorded about ``key``.
+
+        ``trouble`` says what is wrong. It is only compared: a failure whose text is the same, or
+        for which the caller always passes one word, is recorded once.
+        """
         if self._changes.is_new(key, trouble):
             self._journal.record(event, level=level, **facts)
 

@@ -1,7 +1,7 @@
 """The identity and the rights of a client, by its token, as the API server reports them
 (TokenReview, SubjectAccessReview), and the rights of this process (SelfSubjectAccessReview).
 
-Used by `agent` for scrapers, and by ``vgpu-agent doctor``.
+Used by `agent` for clients that scrape its metrics, and by ``vgpu-agent doctor``.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ class PodWatch(_Watch):
         journal: Journal,
         decode_pod: Callable[[bytes | msgspec.Raw], Pod] = decode.pod,
     ) -> None:
-        """Fill ``pod_cache``; ``decode_pod`` is a decoder made by `decode.pods_with`."""
+        """Fill ``pod_cache`` from ``source``, the client of the API server; ``decode_pod`` is a
+        decoder made by `decode.pods_with`, which keeps only the annotations and labels in use.
+        """
         self._source = source
         self._decode = decode_pod
         scope = Scope(
@@ -130,8 +132,8 @@ class _Living:
             self._pod_cache.put(item)
 
     def remove(self, item: Pod) -> None:
-        # The event shows the pod as it was before it left. One that was not being deleted has
-        # ended, and still exists.
+        # The event shows the pod as it was before it was no longer selected. One that was not being
+        # deleted has ended, and still exists. The cache keeps it for a while.
         if item.deleting:
             self._pod_cache.remove(item)
         else:

@@ -15,6 +15,7 @@ from vgpu_agent.cluster import api, retrying
 
 # After so many changes by another client in a row, a value counts as contested.
 _CONTESTED_AFTER = 3
+# For so long after a write it is normal that the watch does not show the written value yet.
 _WATCH_DELAY_SECONDS = 1.0
 
 
@@ -44,7 +45,7 @@ class WriteHistory:
         """Return the time until ``desired`` may be written: 0 for now, None if it is already there.
 
         Args:
-            key: any name that is unique in the object.
+            key: any name of the value that is unique in the object, such as the annotation's.
             shown: the value that the watch shows; None for no value.
             desired: the desired value; None for no value.
             apart_seconds: the minimum time between two writes of this key, even of different

@@ -37,8 +37,8 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def same_port(one: tuple[str, str], other: tuple[str, str]) -> Iterator[Conflict]:
-    """Yield the conflict of two addresses on which one process cannot listen at once; each with its
-    path.
+    """Yield the conflict of two addresses on which one process cannot listen at once. Each is given
+    as the dotted path of its setting and its value.
     """
     if _collide(one[1], other[1]):
         yield Conflict(
@@ -56,8 +56,9 @@ def without_effect(settings: Settings) -> Iterator[str]:
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Path and entry of each health-check entry that means nothing; NVIDIA's plugin ignores them in
-    silence (nvidia §10.1).
+    """Dotted path and text of each entry of the health-check settings that is neither the number of
+    an XID nor a word for all of them; NVIDIA's plugin ignores such entries in silence (nvidia
+    §10.1).
     """
     values = dict(schema.values(settings))
     for path in _XID_PATHS:

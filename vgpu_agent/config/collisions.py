@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def collisions(settings: Settings) -> Iterator[Conflict]:
-    """A conflict for each rule that ``settings`` break."""
+    """A conflict for each rule that ``settings`` break: (setting, sentence) pairs, of which the
+    first setting is the likeliest to change.
+    """
     yield from _equal_names(settings)
     if exposed := exposed_mps_directory(settings):
         yield Conflict((exposed,))
@@ -41,6 +43,7 @@ def spreading_warnings(settings: Settings) -> Iterator[str]:
     values = dict(schema.values(settings))
     for family in on:
         others = ", ".join(other.name for other in on if other is not family)
+        # setting, its value that spreads pods, and the value with which they share GPUs
         for path, value, instead in family.spreading:
             if others and values[path] == value:
                 yield (
@@ -71,6 +74,7 @@ def exposed_mps_directory(settings: Settings) -> tuple[str, str] | None:
     them, with a sentence; None where no setting does.
     """
     for family in switched_on(settings):
+        # the directory for MPS that the family's containers have mounted, and the setting behind it
         directory, by = family.mounted_mps_directory(settings)
         root = settings.mps.root
         if directory and root and PurePosixPath(root).is_relative_to(directory):
@@ -90,12 +94,13 @@ def _equal_names(settings: Settings) -> Iterator[Conflict]:
     for name in (name for family in switched_on(settings) for name in family.names(settings)):
         earlier = next((each for each in names if name.overlaps(each)), None)
         if earlier is not None:
+            # a `prefix` stands for all names that begin with it
             text = shown(name.text if earlier.prefix else earlier.text)
             sentence = (
                 f"{text} is offered by {earlier.family} and by {name.family}; "
                 f"{duplicate_remedy(name.family)}"
             )
-            if name.counted:
+            if name.counted:  # not offered, only a number in the Node's capacity
                 sentence = (
                     f"{text} is offered by {earlier.family}, and {name.family} counts GPUs under "
                     "it in the Node's capacity; choose another name, or turn one of the families "

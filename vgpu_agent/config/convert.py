@@ -43,6 +43,9 @@ def convert(file: str, content: bytes) -> str:
 def _section(
     section: schema.Struct, values: msgspec.Struct, given: set[str], path: str, indent: str
 ) -> Iterator[str]:
+    """Yield the lines of a section of our settings. ``given`` has the paths of the settings that
+    the file sets, and ``path`` is that of the section with a dot at its end, such as ``plugin.``.
+    """
     for key in schema.keys(section).values():
         key_path, value = path + key.name, getattr(values, key.attribute)
         if key.section is not None:

@@ -1,7 +1,7 @@
 """The differences between two configurations, and which of them take effect without a restart.
 
-Called by `agent` when `watch` yields new settings. Differences that need no restart are applied at
-once. The others are logged and shown under ``/debug/config``.
+Called by `agent` when the content of a configuration file has changed. Differences that need no
+restart are applied at once. The others are logged and shown under ``/debug/config``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# Beginnings of key paths, in addition to `live_paths` of the families. All other settings are file
-# paths, addresses or time limits that a running part was built with.
+# Beginnings of the key paths whose changes take effect at once, in addition to those that each
+# family declares (`live_paths`). All other settings are file paths, addresses or time limits that a
+# running part was built with.
 _AT_ONCE = (
     "nvidiaConfigFile",
     "plugin.",
@@ -44,7 +45,8 @@ def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list
 
 def in_force(running: Section, new: Section, prefix: str = "") -> Section:
     """The settings that a running agent follows: those of its start, with what takes effect at once
-    from ``new``.
+    from ``new``. ``prefix`` is the key path of this section with a dot behind it; empty for the
+    whole configuration.
     """
     taken: dict[str, Any] = {}
     for key in schema.keys(type(new)).values():
@@ -53,6 +55,7 @@ def in_force(running: Section, new: Section, prefix: str = "") -> Section:
             getattr(new, key.attribute),
             prefix + key.name,
         )
+        # `section`: the type of the section below the key; None for a value
         if takes_effect_at_once(path if key.section is None else path + "."):
             taken[key.attribute] = after
         elif key.section is not None:
@@ -80,7 +83,7 @@ def _differing_value(key: schema.Key, before: Any, after: Any, path: str) -> Ite
         return
     if key.section is not None:
         yield from _differing(before, after, path + ".")
-    elif key.items is not None and len(before) == len(after):
+    elif key.items is not None and len(before) == len(after):  # a list of sections
         for index, (one, other) in enumerate(zip(before, after, strict=True)):
             yield from _differing(one, other, f"{path}[{index}].")
     else:

@@ -24,7 +24,7 @@ class Translation(msgspec.Struct, frozen=True):
 
     Attributes:
         members: the top-level keys of the agent's schema → their values, with the lines of the
-            plugin's document.
+            plugin's document, which messages name.
         keys: dotted path of the agent → dotted path of the plugin, for messages.
         faults: the errors, with the plugin's keys.
         warnings: settings that the agent ignores, or that only the agent applies; with the
@@ -73,12 +73,14 @@ class PluginDocument(msgspec.Struct, frozen=True):
     """A description of such documents: where they are found and how they are read.
 
     Attributes:
-        section: the key in the agent's own file whose value can be such a document.
-        plugin_only_keys: top-level keys of such a document that the agent's own file never has.
-        translate_file: the content of a file → its meaning.
-        translate_section: the value of ``section`` → its meaning.
-        directory_key: the dotted path of the setting for the directory of named documents.
-        named_documents: the settings → the documents to choose from.
+        section: the top-level key in the agent's own file whose value can be such a document.
+        plugin_only_keys: top-level keys of such a document that the agent's own file never has; the
+            error about one there says where such a document belongs.
+        translate_file: the content of a file → the document in the agent's keys.
+        translate_section: the value of ``section`` → the same.
+        directory_key: the dotted path of the agent's setting for the directory of documents of
+            which a label of the Node chooses one.
+        named_documents: the settings → those documents and their choice.
     """
 
     section: str

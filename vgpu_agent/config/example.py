@@ -80,6 +80,7 @@ def _commented_section(parent: schema.Key, path: str) -> Iterator[str]:
 
 
 def _item(items: schema.Struct) -> Iterator[str]:
+    """Write one item of a list, with an example for each value that has no default."""
     dash = "- "
     for key in schema.keys(items).values():
         yield from _comment(key.text, "    ", _COMMENTED_WIDTH)
@@ -91,7 +92,9 @@ def _item(items: schema.Struct) -> Iterator[str]:
 
 
 def _other_sources(path: str) -> str:
-    """The flags and variables that set the key, and a mark if a change takes effect at once."""
+    """The flags and variables that set the key, also those of another key that set it as well, and
+    a mark if a change takes effect at once.
+    """
     live = " [live]" if difference.takes_effect_at_once(path) else ""
     names = [
         name

@@ -27,7 +27,7 @@ class OfferedName(NamedTuple):
     Attributes:
         text: the name.
         family: the family, in words for people.
-        path: the setting that it comes from.
+        path: the setting that the name comes from.
         prefix: ``text`` stands for all names that begin with it.
         counted: the family does not offer it, and writes a number under it into the Node's
             capacity.
@@ -90,31 +90,31 @@ class FamilySettings(msgspec.Struct, frozen=True):
     """The part of one family in the configuration.
 
     Attributes:
-        name: the glossary's name, e.g. ``volcano-vgpu``.
-        switch_text: the text of its switch in ``families``.
+        name: the family's name, e.g. ``volcano-vgpu``.
+        switch_text: the description of its switch, the setting in ``families`` that turns it on.
         on_by_default: the default of the switch.
         sections: its own sections, by their names in Python.
         former_keys: keys of earlier versions that are no settings any more → what the agent does
             now.
         live_paths: beginnings of the paths of settings whose changes a running agent follows.
         options: its own flags and environment variables.
-        follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as
-            well.
-        follows_flags: the same, except that NVIDIA's file does not set it.
+        follows: key of its own → a key of another section: the flag, the environment variable, and
+            the field of the NVIDIA plugin's file that set that key set its own as well.
+        follows_flags: the same, except that the field of NVIDIA's file does not.
         ignored_variables: variables of the replaced plugin that are not followed.
         ignored_flags: flags of the replaced plugin that are accepted and not followed.
         conflicts: the rules that the settings break, whether it is on or off. An agent does not
             start with such settings.
         without_effect: a sentence for each setting that has no effect because of another one.
-        names: the names of its resources. This and the next function are called only while it is
-            on.
+        names: the names of its resources. This function and ``collisions`` are called only while
+            it is on.
         collisions: the broken rules about this family together with others. An agent starts, and
             does not offer what is in conflict.
         spreading: its settings that spread pods over more GPUs than they need.
         mps_key: the key by which its GPUs are shared with MPS; empty where they never are.
         runs_mps_daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
         mounted_mps_directory: the directory for MPS that its containers have mounted, and the
-            setting with its value that causes it; empty for none.
+            setting with its value that causes it; both empty for none.
         plugin_document: the document that the replaced plugin is configured by, where it has values
             for the whole agent. One family has one.
         offers_mig: it offers existing MIG instances, as ``plugin.migStrategy`` says.
@@ -155,7 +155,7 @@ class FamilySettings(msgspec.Struct, frozen=True):
 
 
 DECLARED: list[FamilySettings] = []
-"""All families of this process, in the order in which they are offered."""
+"""All families of this process, in the order in which their resources are offered."""
 
 
 def switched_on(settings: Settings) -> list[FamilySettings]:

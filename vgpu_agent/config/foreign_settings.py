@@ -2,9 +2,9 @@
 not do.
 
 A DaemonSet that is moved over with its environment and its arguments keeps them. Some mean the same
-here and are `options`, the others are ignored. What is ignored must not remain unnoticed. So each
-variable that would have had an effect, and each such flag, is named once at the start, with the
-remedy. Each family declares its own. Called by `load` for its warnings, and by `options`.
+here and are read by `options`, the others are ignored. What is ignored must not remain unnoticed.
+So each variable that would have had an effect, and each such flag, is named once at the start, with
+the remedy. Each family declares its own. Called by `load` for its warnings, and by `options`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class ForeignVariable(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the variable.
-        in_force: the value in force, in the variable's own words; the variable is reported only
-            where it differs.
+        in_force: returns the value in force, in the variable's own words; the variable is reported
+            only where it differs.
         instead: the remedy, as the end of the sentence.
-        concerns: tells whether it would have had an effect, where its family is on.
+        concerns: tells whether the variable would have had an effect with these settings; asked
+            only where its family is on.
     """
 
     name: str
@@ -52,8 +53,8 @@ class ForeignFlag(msgspec.Struct, frozen=True):
         name: the flag, with two dashes.
         instead: why it is not needed, or the remedy, as the end of the sentence.
         asks_nothing: the value with which it asks for nothing; an empty one does so, too.
-        in_force: the value in force, where settings decide on it; used instead of
-            ``asks_nothing``.
+        in_force: returns the value in force, where settings decide on it; a flag with this value
+            asks for nothing. Used instead of ``asks_nothing``.
     """
 
     name: str
@@ -106,6 +107,7 @@ def flags_without_effect(settings: Settings, given: Mapping[str, str]) -> Iterat
     for name, value in given.items():
         if not value or (flag := known.get(name)) is None:
             continue
+        # `quiet`: the value with which the flag asks for nothing; without one, each is reported
         quiet = flag.in_force(settings) if flag.in_force else flag.asks_nothing
         if not quiet or _plain(value) != _plain(quiet):
             yield f"{name}: {shown(value)} has no effect here; {flag.instead}"

@@ -1,7 +1,8 @@
 """Configuration keys of earlier versions that are no settings any more.
 
-An upgraded node still has its old configuration, and the agent must start with it. So `reading`
-ignores such a key, and its warning says what the agent does now. Each family declares its own.
+An upgraded node still has its old configuration, and the agent must start with it. So the module
+`reading`, which reads the configuration file, ignores such a key and warns; the warning says what
+the agent does now. Each family declares its own.
 """
 
 from vgpu_agent.config import families

@@ -54,6 +54,8 @@ _MARKS = _MEANINGS.keys() - {"mps", "cdi", "resources"}
 def is_values_file(root: Node) -> bool:
     """Tell whether a document is a values file of the chart. Those have no version, which every
     configuration of ours and of the plugin has.
+
+    ``root``, here and below, is the root of the parsed YAML document.
     """
     members = root.value if isinstance(root.value, dict) else {}
     return "version" not in members and "kind" not in members and bool(_MARKS & members.keys())

@@ -2,8 +2,9 @@
 
 Called by `cli` before anything else is built (a wrong configuration ends the command before a
 socket is opened), by `watch` for new content of the files, by `agent.named_configuration` for
-the file that a label of the Node chooses, and by `convert`. Defaults < file of NVIDIA's plugin <
-our file < environment < flags; an empty variable counts as not set.
+the file that a label of the Node chooses, and by `convert`, which translates a file of NVIDIA's
+plugin. Defaults < file of NVIDIA's plugin < our file < environment < flags; an empty variable
+counts as not set.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Sources(msgspec.Struct, frozen=True):
     that returns the current sources.
 
     Attributes:
-        flags: the result of `options.given`.
+        flags: flag → text, as typed: ``{"--listen": ":9394"}``.
         environment: those of the process's variables that concern us; the others may hold secrets.
         file: the configuration file as the user named it, None without one.
     """
@@ -80,8 +81,8 @@ class Loaded:
 
     Attributes:
         settings: the values.
-        origins: for each path of `schema.values`: ``default``, ``config.yaml:12``,
-            ``environment X``, ``flag --x`` or ``derived from simulate``.
+        origins: the dotted path of each setting → where its value comes from: ``default``,
+            ``config.yaml:12``, ``environment X``, ``flag --x`` or ``derived from simulate``.
         warnings: sentences about ignored or doubtful settings; not errors.
         sources: the sources it was made of.
         contents: the content of the files.
@@ -106,7 +107,7 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
     """The configuration of this process.
 
     Args:
-        flags: the flags that were given, as from `options.given`.
+        flags: the flags that were given, with their texts, as `options.given` returns them.
         environment: ``os.environ``, or what a test puts in its place.
 
     Raises:
@@ -151,7 +152,8 @@ def load_sources(sources: Sources) -> Loaded:
 
 
 def load_text(sources: Sources, own: bytes | None) -> Loaded:
-    """Do as `load_sources`, with the content of our file, which is ``sources.file`` in messages.
+    """Do as `load_sources`, with the content of our file already read (None without one); it is
+    called ``sources.file`` in messages.
 
     Raises:
         ConfigError: as for `load`.
@@ -167,7 +169,7 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
     Raises:
         ConfigError: as for `load`.
     """
-    reading = Reading()
+    reading = Reading()  # takes one source after the other; a later one replaces earlier values
     root, faults = (None, []) if contents.own is None else yaml.read(contents.own)
     file, document = _nvidia_document(sources, contents, root)
     reading.add_plugin_document(file, document)
@@ -175,7 +177,8 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
         reading.add_file(sources.file, root, faults)
     reading.add_environment(sources.environment)
     reading.add_flags(sources.flags)
-    # with simulated GPUs: the roots that no source has set, in the directory of the simulation
+    # with simulated GPUs, settings for directories of the node (driver, devices, procfs, MPS,
+    # state) that no source has set point into the directory of the simulation
     reading.derive_from_simulate()
     settings = reading.finish()
     document_warnings = [
@@ -198,7 +201,8 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
 
 
 def nvidia_file(sources: Sources, own: bytes | None) -> str:
-    """Return the path of the configuration file of NVIDIA's plugin; "" for none.
+    """Return the path of the configuration file of NVIDIA's plugin; "" for none. ``own`` is the
+    content of our file, which may name it.
 
     With ``namedConfig.directory`` only the flag names one: a label of the Node chooses the file,
     and the code that watches the label passes it as that flag. A mistake in our file is
@@ -207,7 +211,7 @@ def nvidia_file(sources: Sources, own: bytes | None) -> str:
     if options.NVIDIA_CONFIG_FLAG in sources.flags:
         return sources.flags[options.NVIDIA_CONFIG_FLAG]
     root = None if own is None else yaml.read(own)[0]
-    key = families.plugin_document().directory_key
+    key = families.plugin_document().directory_key  # ``namedConfig.directory`` as a dotted path
     directory = options.text_of(key, sources.environment) or _text_at(root, *key.split("."))
     if directory:
         return ""
@@ -231,6 +235,7 @@ def nvidia_file_named_by(sources: Sources) -> str:
 
 
 def _text_at(root: yaml.Node | None, *path: str) -> str:
+    """Return the text at that path of keys in a YAML document; "" where there is none."""
     node = root
     for name in path:
         node = node.value.get(name) if node is not None and isinstance(node.value, dict) else None
@@ -241,10 +246,11 @@ def _nvidia_document(
     sources: Sources, contents: Contents, root: yaml.Node | None
 ) -> tuple[str, Translation]:
     """Return the file of the configuration of NVIDIA's plugin, and that configuration translated
-    into the agent's keys; both empty where there is none.
+    into the agent's keys; both empty where there is none. ``root`` is the content of our file.
     """
     members = root.value if root is not None and isinstance(root.value, dict) else {}
     declared = families.plugin_document()
+    # the key of our file under which such a configuration may stand
     section = members.get(declared.section)
     if contents.nvidia is not None:
         found = declared.translate_file(contents.nvidia)

@@ -27,7 +27,7 @@ def is_config_map(root: yaml.Node) -> bool:
 
 
 def texts(file: str, root: yaml.Node) -> Mapping[str, str]:
-    """Return each key of the data with its text.
+    """Return each key below ``data`` of the ConfigMap with its text.
 
     Args:
         file: the name of the manifest, for errors.

@@ -35,7 +35,8 @@ _SERVICE_LINK = re.compile(
 _SIMULATION = "VGPU_AGENT_SIM_"
 # Set in the image to name the build; no configuration either.
 _COMMIT = "VGPU_AGENT_COMMIT"
-_DESTINATION = "settings_given"  # of the parsed arguments
+# the attribute of the parsed arguments that has the flags that were given, with their values
+_DESTINATION = "settings_given"
 _PLUGIN_DIRECTORY = "/device-plugins"
 _KUBELET_SOCKET = f"{_PLUGIN_DIRECTORY}/kubelet.sock"
 
@@ -44,7 +45,7 @@ class Option(msgspec.Struct, frozen=True):
     """One setting that can be given outside the file.
 
     Attributes:
-        path: the dotted path of the key.
+        path: the dotted path of the key in the configuration file, e.g. ``log.format``.
         flag: the flag, or "" when there is only a variable.
         variable: the environment variable.
         metavar: the value's name in ``--help``.
@@ -309,8 +310,8 @@ def options() -> tuple[Option, ...]:
 
 
 def keys_set_with(path: str, *, in_file: bool = False) -> tuple[str, ...]:
-    """List the further keys that an option for the key ``path`` sets; with ``in_file`` those that
-    the corresponding key in NVIDIA's file sets.
+    """List the keys of families that take the value of an option for the key ``path`` as well;
+    with ``in_file`` those that take that of the corresponding key in NVIDIA's file.
     """
     return tuple(
         key
@@ -420,7 +421,9 @@ def given(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def text_of(path: str, environment: Mapping[str, str]) -> str:
-    """Return the environment's text for the key ``path``, unchecked; "" when there is none."""
+    """Return the environment's text for the key ``path``, unchecked; "" when there is none. For
+    keys that are needed before the configuration is read, such as the format of the log.
+    """
     return next(
         (
             environment[name]
@@ -460,7 +463,9 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def names_without_prefix() -> list[str]:
-    """List the part after our prefix of each variable that has it."""
+    """List the part after our prefix of each variable that has it: the names to suggest for a
+    misspelt one.
+    """
     variables = [CONFIG_VARIABLE, *_known_variables()]
     return [variable.removeprefix(PREFIX) for variable in variables if variable.startswith(PREFIX)]
 

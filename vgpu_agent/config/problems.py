@@ -23,8 +23,8 @@ class Problems:
     """Problems of one configuration; `raise_if_any` ends the collection."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[int, int, str]] = []
-        self._files: dict[str, int] = {}
+        self._found: list[tuple[int, int, str]] = []  # (number of the file, line, sentence)
+        self._files: dict[str, int] = {}  # file → its number, in the order of their first problems
         self._count = 0
 
     def __len__(self) -> int:
@@ -36,8 +36,13 @@ class Problems:
         return len(self._found) >= SHOWN
 
     def add(self, place: str, path: str, text: str, *, line: int = 0) -> None:
-        """Note that ``path`` at ``place`` is wrong. Problems with a ``line`` are listed by file and
-        line, the others after them.
+        """Note a problem. Those with a ``line`` are listed by file and line, the others after them.
+
+        Args:
+            place: where the value is set: ``<file>:<line>``, a flag or a variable.
+            path: the dotted path of the key, such as ``mps.root``; empty where ``place`` names it.
+            text: what is expected, and what was found.
+            line: the line in the file; 0 for a value that is not from a file.
         """
         self._count += 1
         if not self.only_counts_more:

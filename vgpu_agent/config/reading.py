@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.documents import Translation
     from vgpu_agent.config.settings import Settings
 
-VERSION = "v1"
+VERSION = "v1"  # of the format of our file, the value of its key ``version``
 DEFAULT_ORIGIN = "default"
 SIMULATE_ORIGIN = "derived from simulate"
 
@@ -60,8 +60,8 @@ class Reading:
     """
 
     def __init__(self) -> None:
-        self._accepted: dict[str, Any] = {}
-        self._places: dict[str, Place] = {}
+        self._accepted: dict[str, Any] = {}  # by key; the value of a section is such a mapping
+        self._places: dict[str, Place] = {}  # by dotted path
         self._refused: set[str] = set()
         self._problems = Problems()
         self._removed_key_warnings: list[str] = []
@@ -103,6 +103,7 @@ class Reading:
                 root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}"
             )
             return
+        # a whole ConfigMap, for example, instead of the text in it
         if manifest_fault := yaml.kubernetes_object(root):
             self._report(*manifest_fault)
             return
@@ -132,7 +133,8 @@ class Reading:
                     self._add_option(option, flags[name], Place(f"flag {name}", name))
 
     def derive_from_simulate(self) -> None:
-        """Point the roots of driver, devices, procfs, MPS and the state at the simulation.
+        """Point the roots of driver, devices, procfs, MPS and the state at the simulation: at the
+        directory of a simulated node, which is the value of ``simulate``.
 
         A root that a source has set keeps its value.
         """
@@ -140,6 +142,7 @@ class Reading:
         if not directory:
             return
         for path, value in (
+            # an empty devRoot is the same as driverRoot
             ("gpu.driverRoot", directory),
             *((path, "") for path in ("gpu.devRoot",) if self._is_explicit_default(path)),
             ("gpu.procRoot", os.path.join(directory, "proc")),
@@ -163,7 +166,7 @@ class Reading:
         Raises:
             ConfigError: a source has an error, or values conflict.
         """
-        settings = msgspec.convert(self._accepted, schema.root())
+        settings = msgspec.convert(self._accepted, schema.root())  # the class of all settings
         for conflict in checks.conflicts(settings):
             # an error has already been reported for a refused value
             if not any(path in self._refused for path, _ in conflict.to_change):
@@ -226,6 +229,9 @@ class Reading:
     def _read_section(
         self, section: schema.Struct, members: Mapping[str, yaml.Node], prefix: str
     ) -> dict[str, Any]:
+        """Return the accepted values of ``members``, the keys below a section; ``prefix`` is the
+        section's dotted path with a dot at the end, or empty.
+        """
         known = schema.keys(section)
         accepted: dict[str, Any] = {}
         for name, node in members.items():
@@ -250,7 +256,7 @@ class Reading:
         Returns:
             False if it is neither, so that the key is unknown.
         """
-        all_former = former_keys()
+        all_former = former_keys()  # path of a key → what the agent does now
         if instead := all_former.get(path):
             self._removed_key_warnings.append(
                 f"{self._file}:{node.line}: {path}: is gone: {instead}; remove the line"
@@ -298,9 +304,12 @@ class Reading:
             self._refuse_below(path, node, f"expected a mapping, got {shown(node.value)}")
             return None
         for key in schema.keys(section).values():
+            # `can_be_omitted_with`: of a list that must not be empty, the section that can be left
+            # out instead
             if (
                 key.can_be_omitted_with
                 and key.name not in members
+                # nor has a source of lower priority an item of the list
                 and f"{path}.{key.name}[0].name" not in self._places
             ):
                 self._report(
@@ -313,6 +322,9 @@ class Reading:
     def _read_list(
         self, key: schema.Key, items: schema.Struct, node: yaml.Node, path: str
     ) -> list[dict[str, Any]] | None:
+        """Return the accepted items of a list of mappings, ``items`` being the class of one; None
+        if it was refused.
+        """
         if not isinstance(node.value, list):
             self._refuse_below(path, node, f"expected a list, got {shown(node.value)}")
             return None
@@ -415,6 +427,7 @@ class Reading:
             self._refuse(option.path, place, f"expected {option.expected}, got {shown(text)}")
             return
         self._refused.discard(option.path)
+        # an option may set further keys, those that follow its own
         for path in (option.path, *options.keys_set_with(option.path)):
             if option.path not in self._refused:  # otherwise the error is already reported
                 self._add_text(path, value, place)

@@ -1,9 +1,9 @@
 """The schema as a tree that can be walked: the accepted values of each key of `settings` and their
 description.
 
-`reading` walks it together with the YAML, `options` looks types up in it, `example`,
-``config show`` and the documentation generator print it. So a key is described once, in its
-annotation.
+`reading` walks it together with the YAML, `options` (flags and variables) looks types up in it,
+`example`, ``config show`` and the documentation generator print it. So a key is described once, in
+its annotation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Contradicted(NamedTuple):
     """The earlier item of a list that an item contradicts.
 
     Attributes:
-        position: of the earlier item.
+        position: of the earlier item in the list, from 0.
         key: the key of the later item that the message is about.
         text: a sentence with ``{line}`` in the place of the earlier item's line.
     """
@@ -63,14 +63,14 @@ class Key(msgspec.Struct, frozen=True):
         items: the Struct of a list's items, None when it is no list.
         default: the value without a setting; ``msgspec.NODEFAULT`` when it must be set.
         text: its text in the documentation.
-        is_path: whether a relative path from the command line is completed.
+        is_path: whether it is a path, which is made absolute if it comes from a flag or variable.
         complete_name: for the name of a resource, the function that gives the complete name and
             what is wrong with it ("" for nothing).
-        can_be_omitted_with: for a list that must not be empty, the section that can be left out
-            instead; else "".
-        find_contradicted: for such a list, the function that finds the earlier item which an item
-            contradicts.
-        example: a value for a key without a default, else None.
+        can_be_omitted_with: for a list that must not be empty, the name of its section, which can
+            be left out as a whole instead; else "".
+        find_contradicted: for such a list, a function of an item and the items before it, which
+            finds the one of these that the item contradicts, such as one of the same name.
+        example: for a key without a default, its value in the example configuration; else None.
     """
 
     name: str
@@ -158,6 +158,7 @@ def keys(section: Struct) -> dict[str, Key]:
     return {field.encode_name: _key(field) for field in msgspec.structs.fields(section)}
 
 
+# the options of every settings Struct
 _STRICT: dict[str, Any] = {"frozen": True, "rename": "camel", "forbid_unknown_fields": True}
 
 
@@ -302,6 +303,7 @@ def _is_struct(bare: Any) -> bool:
 
 
 def _bare(annotation: Any) -> Any:
+    """Return the type without the constraints and texts that ``Annotated`` adds to it."""
     return (
         typing.get_args(annotation)[0]
         if typing.get_origin(annotation) is typing.Annotated

@@ -307,13 +307,13 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
     def section(self, kind: type[Section]) -> Section:
         """Return the section of type ``kind``, which belongs to one family; the section's defaults
-        if the family was not added.
+        where these settings have no part of that family (`families`), as in some tests.
         """
         found = (getattr(self, field) for field in self.__struct_fields__)
         return next((section for section in found if isinstance(section, kind)), kind())
 
     def is_on(self, family: str) -> bool:
-        """Tell whether ``families`` enables ``family``; False for a family that was not added."""
+        """Tell whether ``families`` enables ``family``; False for one that has no switch there."""
         return bool(getattr(self.families, family.replace("-", "_"), False))
 
     @property

@@ -45,8 +45,8 @@ async def changes(
         loaded: the settings in force.
         interval_seconds: how often the files are read, ``RELOAD_SECONDS`` of `agent.reload`.
         sources: None where the files are always the same ones. Otherwise it returns the current
-            sources before each look at the files: a label may choose another configuration file of
-            NVIDIA's plugin, whose name is then in `load.Sources.flags`. Other flags than before
+            sources before each reading of the files: a label may choose another configuration file
+            of NVIDIA's plugin, whose name is then in `load.Sources.flags`. Other flags than before
             are a change even if the content is the same.
     """
     look = _Look(loaded)
@@ -83,7 +83,9 @@ class _Look:
         return self.sources.file is not None or bool(self._last.nvidia_file)
 
     async def read_until_stable(self, seen: str, pause_seconds: float) -> Found:
-        """Read the files until two readings in a row agree, or one has the mark ``seen``."""
+        """Read the files until two readings in a row agree, or one has the mark ``seen``, a text
+        that stands for its content or error (`_mark`).
+        """
         found = await asyncio.to_thread(self._read)
         while _mark(found) != seen:
             await asyncio.sleep(pause_seconds)
@@ -114,7 +116,8 @@ class _Look:
             return err
 
     def _content(self, file: str | None, named_by: str, before: bytes | None) -> bytes | None:
-        """Read ``file``; return ``before`` when it has vanished.
+        """Read ``file``, which ``named_by`` (a flag, a variable or a key, for errors) names; return
+        ``before`` when it has vanished.
 
         Raises:
             ConfigError: it cannot be read, or was never there.

@@ -21,14 +21,17 @@ class AdmissionOptions(msgspec.Struct, frozen=True):
     """The operator's defaults for new pods. An empty text adds nothing.
 
     Attributes:
-        domain: of the family's keys; empty for the default one.
+        domain: the part before the slash in the names of the family's resources, annotations and
+            labels; empty for the default one.
         scheduler_name: for pods that have not chosen a scheduler.
-        node_policy: ``binpack``, ``spread`` or ``none``, over Nodes, for pods that have none.
+        node_policy: how a scheduler distributes pods over Nodes (``binpack``, ``spread`` or
+            ``none``), for pods that name no such policy.
         device_policy: the same, over the GPUs of a Node.
         topology_mode: how GPUs of one container belong together (``numa``, ``link``, …), for pods
             that have none and a container that asks for several GPUs.
         runtime_class: for pods that have none.
-        completes_limits: add the amounts that a container leaves out to its limits.
+        completes_limits: complete the limits of a container that asks for GPUs without amounts of
+            them, or for amounts without a number of GPUs.
     """
 
     domain: str = ""
@@ -46,11 +49,13 @@ class PodChanges(msgspec.Struct, frozen=True):
     Attributes:
         annotations: key → value; None for a key that must not be there.
         labels: the same.
-        limits: for each container in the order of `Pod.containers`, resource → amount.
+        limits: for each container in the order of `Pod.containers`, resource → the amount to add or
+            to set; empty to change no container.
         scheduler: ``spec.schedulerName`` of a pod that has not chosen one.
         runtime_class: ``spec.runtimeClassName`` of a pod that has none.
         needs_scheduler: a pod with ``spec.nodeName`` must go through a scheduler nevertheless,
-            because only a scheduler gives it GPUs.
+            because only a scheduler gives it GPUs. So the webhook may replace the name by a
+            condition that only this Node fulfils.
     """
 
     annotations: Mapping[str, str | None] = msgspec.field(default_factory=dict)

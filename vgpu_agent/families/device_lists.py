@@ -3,8 +3,8 @@ the list strategies of NVIDIA's device plugin, one entry each.
 
 Every family that grants devices calls `edits_of` with them, and gets the variables, mounts,
 device nodes, annotations and CDI names of the strategies that the operator has chosen (nvidia §7,
-A1 to A18 and A25; volcano-vgpu §4.2). Upstream's errors are not copied: a device node is listed
-once, and paths of IMEX channels on the host are below the host's device root.
+A1 to A18 and A25; volcano-vgpu §4.2). The errors of NVIDIA's plugin are not copied: a device node
+is listed once, and paths of IMEX channels on the host are below the host's device root.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 IMEX_CHANNELS = "NVIDIA_IMEX_CHANNELS"
+# the value of a variable such as NVIDIA_GDS, which gives a container those devices beside its GPUs
 ENABLED = "enabled"
 
 # Mounts below this directory name the devices; writing there takes the right to mount, while any
@@ -50,7 +51,7 @@ class VisibleDevice(msgspec.Struct, frozen=True):
 
     Attributes:
         uuid: ``GPU-…`` or ``MIG-…``.
-        index: ``0`` of a GPU, ``1:3`` of a MIG instance.
+        index: the driver's index: ``0`` of a GPU, ``1:3`` of the MIG instance 3 of GPU 1.
         nodes: paths of the device nodes that open it, e.g. ``/dev/nvidia1``,
             ``/dev/nvidia-caps/nvidia-cap228``.
     """
@@ -141,7 +142,7 @@ def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, answer_i
 
 def answer_id(resource: str, ids: Iterable[str]) -> str:
     """A UUID for the answer to an Allocate of these ids, in any order:
-    upstream draws one, here a repeated call gets the same.
+    NVIDIA's plugin draws a random one, here a repeated call gets the same.
     """
     digest = hashlib.sha256("\0".join([resource, *sorted(ids)]).encode()).digest()
     return str(uuid.UUID(bytes=digest[:16], version=4))
@@ -149,7 +150,7 @@ def answer_id(resource: str, ids: Iterable[str]) -> str:
 
 def cdi_names(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[str, ...]:
     """Return the CDI names of ``devices`` and their accessories:
-    GPUs, IMEX channels, then the modes (nvidia A11).
+    GPUs, IMEX channels, then those of the device modes, such as ``gds`` (nvidia A11).
     """
     vendor = options.cdi_kind.partition("/")[0]
     return (

@@ -43,7 +43,7 @@ class Shortfall(msgspec.Struct, frozen=True):
 
 class Ownership(enum.IntEnum):
     """The certainty with which a resource's name belongs to a family. Where several families may
-    own a name, the surest is asked first.
+    own a name, the surest is the first that tries to read the ids.
     """
 
     NONE = 0
@@ -126,7 +126,8 @@ class IdFamily(Family, Protocol):
                 already serve this family come first.
 
         Raises:
-            CapacityError: there are not enough; the caller answers with a simple pick.
+            CapacityError: there are not enough; the caller then answers with the first ids that are
+                free.
         """
         ...
 
@@ -138,10 +139,10 @@ class Question(msgspec.Struct, frozen=True):
         container: the one that the kubelet's records name; an init container only when no later
             container has the same ids.
         node: our node's name.
-        rooms: what the devices have left, by inventory order; a grant that this container already
-            has is not counted.
-        siblings: other container of this pod → the shares that were decided for it, because some
-            vocabularies place whole pods.
+        rooms: what the devices have left, in the order of the inventory; a grant that this
+            container already has is not counted.
+        siblings: other container of this pod → the shares that were decided for it, because in some
+            vocabularies these determine which devices this one may have.
         taken: device → a grant with a part of it, of any family; without the grants of this
             container and of containers that have ended before it.
         neighbours: which GPUs other families may use or have, for the agent's own placement.
@@ -205,9 +206,10 @@ class Decision(msgspec.Struct, frozen=True):
             volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
         layouts: how GPUs must be divided before shares can be decided; no container has a part of
             these GPUs.
-        second_best: why it differs from what the scheduler has named; empty when it does not.
+        second_best: why the devices are not those that the scheduler has named; empty when they
+            are, or when it has named none.
         by_scheduler: a scheduler decided, according to the pod.
-        kept: it is what the container has had before.
+        kept: the container has had these shares before, and gets them again.
         remarks: annotations of the pod that were not followed; each becomes an event after the
             start.
     """
@@ -231,7 +233,8 @@ class NodeView(msgspec.Struct, frozen=True):
 
     Attributes:
         node: the Node as it is now.
-        rooms: resource → what each device has left for it, by inventory order.
+        inventory: the node's GPUs.
+        rooms: resource → what each device has left for it, in the order of the inventory.
         allocated_at: resource → unix seconds of the last Allocate; missing when there was none.
         now: unix seconds.
         locks: what is remembered of the schedulers' locks of this node, annotations with which a

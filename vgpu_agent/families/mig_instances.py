@@ -47,7 +47,9 @@ class MigInstancesFamily(abc.ABC):
 
     @abc.abstractmethod
     def owns(self, resource: str) -> Ownership:
-        """Tell by its name how surely ``resource`` is, or was, one of this family."""
+        """Tell by its name how surely ``resource`` is, or was, one of this family: not, possibly or
+        certainly.
+        """
 
     @abc.abstractmethod
     def resource_name(self, instance: MigInstance) -> str:
@@ -62,8 +64,8 @@ class MigInstancesFamily(abc.ABC):
         """Return resources that cannot be offered, and why; nothing is offered if there are any."""
 
     def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
-        """Explain why the instances of ``gpu`` are listed and never granted; empty where they may
-        be.
+        """Explain why the instances of ``gpu`` are in the kubelet's list and never granted; empty
+        where they may be granted.
         """
         del gpu, inventory
         return ""
@@ -71,8 +73,8 @@ class MigInstancesFamily(abc.ABC):
     # -- what is the same for all ------------------------------------------------------------------
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """The instances by name, in the order of their GPUs; what `shortfall` refuses is left
-        out.
+        """The resources with the instances in `offered`, in the order of their GPUs; none at all if
+        there are `refusals`.
         """
         offered: dict[str, list[DeviceId]] = {}
         withheld: dict[str, dict[str, str]] = {}
@@ -113,7 +115,7 @@ class MigInstancesFamily(abc.ABC):
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
         """Return all of each instance, for its holder alone; an instance that is gone is still
-        held, as a share of unknown memory.
+        held, as a share of unknown memory (0 MiB).
         """
         del resource  # every name of such a family means the same
         return tuple(
@@ -140,8 +142,10 @@ class MigInstancesFamily(abc.ABC):
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Choose instances on GPUs that serve this family first (`Neighbours.rank`), among these on
-        GPUs that have a holder of the resource, and then in node order.
+        """Choose ``size`` instances: first on GPUs that this family uses already or that no other
+        one is offered (`Neighbours.rank`), among these on GPUs that have a holder of the resource,
+        and then in the order of ``resource.ids``. ``neighbours`` says which families use the node's
+        GPUs; by default this one is alone there.
         """
         place = {entry.id: number for number, entry in enumerate(resource.ids)}
         gpu_of = {instance.uuid: gpu.uuid for gpu, instance in self.offered(inventory)}
@@ -177,5 +181,5 @@ class MigInstancesFamily(abc.ABC):
 
 
 def _memory_mib(uuid: str, inventory: Inventory) -> int:
-    found = inventory.device(uuid)
+    found = inventory.device(uuid)  # the GPU, and its instance where the UUID names one
     return found[1].memory_mib if found is not None and found[1] is not None else 0

@@ -40,7 +40,8 @@ class NodeLocks:
     """
 
     def __init__(self) -> None:
-        self._standing: dict[str, float] = {}  # key → when the watch first showed it, unix seconds
+        # key → when the watch first showed the present lock, unix seconds
+        self._standing: dict[str, float] = {}
         self._free_since: dict[str, float] = {}  # key → when the lock before it was gone
 
     def desired_state(
@@ -50,9 +51,10 @@ class NodeLocks:
         answered, regardless of the pod's fate.
 
         A lock that was taken after our last Allocate belongs to a pod that is still on its way. It
-        stays until that pod's Allocate, or for `LONGEST_HELD_SECONDS`. The removal is guarded, so
-        that a lock taken between our look and our write stays. A text that is no time is left
-        alone: the keys have no domain, so it may belong to somebody else.
+        stays until that pod's Allocate, or for `LONGEST_HELD_SECONDS`. The removal is guarded: it
+        fails when the Node has changed since it was read, so a lock that was taken meanwhile stays.
+        A text that is no time is left alone: the keys have no domain as a prefix, so it may belong
+        to somebody else.
 
         Args:
             node: our Node as the watch shows it.
@@ -71,7 +73,7 @@ class NodeLocks:
         # `Node.seen_at`: when the watch first showed an annotation's present value
         seen_at = node.seen_at.get(key, self._standing.get(key, now))
         if self._standing.get(key, seen_at) != seen_at:
-            self._free_since[key] = seen_at  # one lock followed the other between two looks
+            self._free_since[key] = seen_at  # one lock followed the other between two calls
         self._standing[key] = seen_at
         served = allocated_at is not None and (
             seen_at <= allocated_at or self._shown_late(key, taken_at, allocated_at)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
 
-# The most texts of one file that are kept: the oldest, and the newest ones after it; see
-# `texts_in_force`.
+# The most texts of one file in force together: the oldest, usually the last one without an error,
+# and the newest ones after it.
 _MAX_TEXTS = 8
 
 
@@ -36,8 +36,8 @@ class Findings(msgspec.Struct, frozen=True):
     Attributes:
         errors: one sentence for each, with the line where that is known.
         notes: the same for each part that has no effect.
-        part_in_force: the part that applies to this node, as the end of a message; empty when the
-            whole file applies.
+        part_in_force: which part of the file applies to this node, in words that end the message
+            ``<path>: ok, …``; empty when the whole file applies.
     """
 
     errors: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ def _no_findings(_: Settings, __: str) -> Findings:
 
 class PluginFile(msgspec.Struct, frozen=True):
     """A configuration file of a replaced plugin, on the node or in a ConfigMap.
-    The settings decide whether and where it is read.
+    The settings decide whether and where it is read: each function gets them as its first argument.
 
     Attributes:
         name: the file's name, which is also its key in a ConfigMap.
@@ -61,7 +61,8 @@ class PluginFile(msgspec.Struct, frozen=True):
         namespaces: where the ConfigMap is searched, in order; none where it is not read.
         configured_namespace: the namespace of the ConfigMap by the settings; empty where they
             name none.
-        findings: judges a text that may be mounted; its errors agree with ``is_valid``.
+        findings: returns what is wrong with a text, for the command that checks a configuration
+            before it is applied; there are errors where ``is_valid`` returns False.
     """
 
     name: str
@@ -79,9 +80,14 @@ def texts_in_force(
     """List the texts of a file that count when the newest is ``text``, oldest first;
     none where there is no file.
 
-    A sound text counts alone. One with an error needs those ``before`` it, back to the last sound
+    A valid text counts alone. One with an error needs those ``before`` it, back to the last valid
     one: of several wrong versions in a row, the correct parts of each
     stay in force.
+
+    Args:
+        before: what this function returned for the previous text; empty for the first one.
+        text: the newest content of the file; None where there is no file.
+        is_valid: tells whether a text has no error.
     """
     if text is None:
         return ()

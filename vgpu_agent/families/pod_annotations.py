@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def pod_keys(settings: Settings | None = None) -> PodKeys:
-    """Return the keys under ``settings``; without, those that the families have by default."""
+    """Return the annotations, labels and resource names of pods to be read under ``settings``;
+    without, those that the families have by default.
+    """
     every = [family.vocabulary(settings) for family in FAMILIES]
     # the most important one of each family, then the second ones, and so on: if a pod has too much
     # text, the last ones are cut
@@ -34,12 +36,14 @@ def pod_keys(settings: Settings | None = None) -> PodKeys:
     )
 
 
-# By these a static pod is known, and the API server's mirror of it.
+# By these annotations a static pod is known, and the API server's mirror of it.
 OF_KUBERNETES = (MIRROR_POD, STATIC_POD_HASH, "kubernetes.io/config.source")
 
+# Those without any setting of the operator.
 BY_DEFAULT = pod_keys()
 ANNOTATIONS = BY_DEFAULT.annotations
 
+# Variables of no family: CUDA, MPS, NVIDIA's container runtime and the dynamic loader read them.
 _OF_THE_DRIVER = (
     (
         r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|MPS_(PIPE_DIRECTORY|LOG_DIRECTORY|"
@@ -53,11 +57,12 @@ _OF_THE_DRIVER = (
     r"LD_(PRELOAD|LIBRARY_PATH)",
 )
 
-# The variables of containers that concern GPUs or their limits.
+# The variables of containers that concern GPUs or their limits. Their names are kept.
 VARIABLES = re.compile(
     "|".join((*_OF_THE_DRIVER, *(family.variables for family in FAMILIES if family.variables))),
     re.ASCII,
 )
 
-# Those of `VARIABLES` whose value counts as well; an empty pattern for none.
+# Those of `VARIABLES` whose values are kept as well, because a family reads them; an empty pattern
+# for none.
 VALUES = re.compile("|".join(family.values for family in FAMILIES if family.values), re.ASCII)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Incomplete(enum.StrEnum):
     """The treatment of a container that asks for compute without memory, or the other way round."""
 
-    AS_REPLACED = "as-replaced"  # all of the card's memory, and compute without a limit
+    # all of the card's memory, or compute without a limit, as from the replaced extender
+    AS_REPLACED = "as-replaced"
     PROPORTIONAL = "proportional"  # the same part of the card's memory as of its compute
     REFUSED = "refused"
 
@@ -32,9 +33,10 @@ class SchedulingOptions(msgspec.Struct, frozen=True):
     """The operator's decisions about the pods of a family.
 
     Attributes:
-        domain: of the family's keys, if the family lets operators choose it; empty otherwise.
-        types_match_substrings: words for product names match as in the replaced extender: ``A10``
-            also matches ``A100``.
+        domain: the part before the ``/`` of the family's labels, annotations and resources, if the
+            family lets operators choose it; empty otherwise.
+        types_match_substrings: the words by which a pod selects cards match any part of a product
+            name, as in the replaced extender: ``A10`` also matches ``A100``.
         cores_only: the treatment of a container that asks for compute, and not for memory.
         memory_only: that of a container that asks for memory, and not for compute; never
             `PROPORTIONAL`, because an agent gives no container a limit that it has not asked for.
@@ -67,13 +69,14 @@ class KeyNames(msgspec.Struct, frozen=True):
         cores: the resource for percent of each card's compute.
         memory: the resource for memory of each card.
         topology_mode: the annotation of a pod for the links that its cards must have.
-        memory_policy: the one for physical or virtual memory.
+        memory_policy: the one for physical memory or virtual memory, which is more than the cards
+            have.
         include_types: the one for the product names that the pod wants.
         exclude_types: the one for the product names that it does not want.
         include_uuids: the one for the UUIDs that it wants.
         exclude_uuids: the one for the UUIDs that it does not want.
         node_register: the annotation of a Node that lists its cards.
-        node_config: the annotation of a Node with its settings.
+        node_config: the annotation of a Node with the settings by which its cards are shared.
     """
 
     number: str
@@ -106,7 +109,9 @@ class SchedulingFamily(Protocol):
 
     @property
     def role_label(self) -> str:
-        """The label that says which of several extenders leads."""
+        """The label by which the pods of several extenders show which one leads, so that a Service
+        can select it; empty if the family has none.
+        """
         ...
 
     @property
@@ -129,14 +134,14 @@ class SchedulingFamily(Protocol):
         ...
 
     def misspelt(self, pod: Pod) -> Sequence[str]:
-        """Return a sentence for each policy of a pod whose word means nothing, and so counts as
-        none.
+        """Return a sentence for each annotation of a pod, among those that choose a policy or mode
+        from a list of words, whose word is not in the list, and so counts as ``none``.
         """
         ...
 
     def grace_seconds(self, pod: Pod) -> float | None:
-        """Return how long cards are to be kept for the pod until it is bound, by its own
-        annotation; None if it leaves that to the operator.
+        """Return how long cards are to be kept for the pod after filter, until it is bound, by its
+        own annotation; None if it leaves that to the operator.
         """
         ...
 

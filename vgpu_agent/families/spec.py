@@ -43,11 +43,11 @@ class NodeFacts(msgspec.Struct, frozen=True):
         wsl: the node is a Windows Subsystem for Linux.
         libraries: isolation backend → its library, where a family uses it.
         cgroup_version: of the node, 1 or 2; a hybrid of both counts as 2.
-        divides: the program that divides GPUs is there.
+        divides: the program that divides GPUs into MIG instances is there.
         given: dotted paths of settings that a flag or a variable has set; they beat the files of a
             replaced plugin.
-        texts: file of a replaced plugin → those of its texts that count: the newest, and while that
-            has an error, those before it, back to the last one without, oldest first.
+        texts: name of a file of a replaced plugin → those of its texts that count: the newest, and
+            while that has an error, those before it, back to the last one without, oldest first.
         unreadable: such a file that exists and cannot be read → why.
         mps_view: where the agent and its MPS control daemons see the files that they share with
             containers; by default, where the agent's container has ``mps.root`` mounted.
@@ -85,7 +85,8 @@ class BuiltFamily(msgspec.Struct, frozen=True):
         blocked: why its pods must not be started now; empty when they can be.
         uses_library: the backend whose library its containers get; empty for none.
         limits: how that library limits them; None where it never does.
-        services: the services of the agent that the library relies on.
+        services: the directories of the running agent that the library relies on, such as that of
+            the socket by which processes register.
         node_labels: the GPUs → the labels that describe them on the Node, where the settings ask
             for such labels; it returns None while no GPU answers.
     """
@@ -146,7 +147,7 @@ class Readings(msgspec.Struct, frozen=True):
         node: the Node's name.
         version: of the agent.
         commit: of the agent; empty where it is not known.
-        in_force: see `BuiltFamily`.
+        in_force: attribute of the family's settings → value in force.
     """
 
     grants: Sequence[Grant]
@@ -168,7 +169,7 @@ class FamilyMetric(msgspec.Struct, frozen=True):
         name: as scraped.
         labels: label names, in the order of a row's label values.
         help: one sentence, with the unit where the name does not have it.
-        rows: label values and a number.
+        rows: the readings → one row for each combination of labels: their values, and the number.
     """
 
     name: str
@@ -186,8 +187,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
         annotations: those of pods that it reads or writes, the most important first. All others are
             skipped unread.
         labels: the same of pods' labels.
-        node_annotations: annotations of the Node that are taken back at the agent's removal, as
-            patterns for messages.
+        node_annotations: what the agent writes to the Node and removes when it leaves the node for
+            good: keys, or patterns with ``*``. If that fails, a message lists them.
         progress_annotations: annotations of pods that only show how far a start has come; others,
             by which schedulers count, are written first.
     """
@@ -238,11 +239,11 @@ def _nothing(_: Settings) -> Iterable[str]:
 
 
 class SchedulingPart(msgspec.Struct, frozen=True):
-    """The part of a family that the extender needs.
+    """The part of a family that the scheduler extender needs.
 
     Attributes:
-        build: what the operator decides → the part.
-        by_default: its pods are placed unless the operator says otherwise.
+        build: what the operator decides → the reader of the family's Nodes and pods.
+        by_default: the extender places the pods of this family where the operator names none.
     """
 
     build: Callable[[SchedulingOptions], SchedulingFamily]
@@ -259,15 +260,16 @@ class FamilySpec(msgspec.Struct, frozen=True):
         needs_api_server: it cannot be offered before the API server was read, so pods are watched
             and Node and pods are written.
         files: the configuration files of the plugin that it replaces.
-        resource_prefixes: see `Vocabulary`, as are the next two.
-        annotations: those of pods.
-        labels: those of pods.
+        resource_prefixes: the beginnings of the names of its resources; like all of its names here,
+            as they are without renaming.
+        annotations: those of pods that it reads or writes, the most important first.
+        labels: the same of pods' labels.
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
         values: a pattern, in the same way, of those of them whose text the family reads; of the
             others it only has to know whether they are there.
-        parts: the names of those parts of `BuiltFamily` that have another name than it, as grants
-            and resources have them, e.g. ``vgpu-manager-mig``.
+        parts: the names of those parts of `BuiltFamily` that have another name than the family, as
+            grants and resources have them, e.g. ``vgpu-manager-mig``.
         metrics: its own metrics.
         exporter: metrics at an address of their own; None where there are none.
         mps: the settings → the directories that its containers share with its MPS control daemons;
@@ -279,10 +281,10 @@ class FamilySpec(msgspec.Struct, frozen=True):
             one. Where they may get one, their use of GPUs is read.
         stale_keys: the settings → annotations and labels of pods that schedulers and the agent have
             written about one pod; they are taken off when it is recreated.
-        reschedules: the settings → whether its failed pods get another chance, although
+        reschedules: the settings → whether its failed pods are evicted or created again, although
             ``binding.rescheduleFailed`` is off; None where only that decides.
-        node_annotations: see `Vocabulary`.
-        progress_annotations: see `Vocabulary`.
+        node_annotations: what the agent writes to the Node, and removes when it leaves for good.
+        progress_annotations: annotations of pods that only show how far a start has come.
         renamed: the settings → its keys and names; None where no setting changes them. It is asked
             once, at the start.
         scheduling: its part in placing pods over Nodes; None where the extender does not place its

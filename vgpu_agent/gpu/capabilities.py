@@ -3,8 +3,7 @@ one for its GPU instance and one for its compute instance.
 
 NVML does not report N. The driver lists it in ``driver/nvidia-caps/mig-minors`` below procfs, under
 the *minor* of the parent GPU, not under NVML's index (nvidia §4). Where a line is missing or makes
-no sense, its instances are not given away, and the reason goes with them. All others are given
-away.
+no sense, no container gets its instances, and the inventory has the reason. All others are offered.
 
 Called by `mig` in the thread that owns NVML, once for each GPU that has instances.
 """
@@ -28,13 +27,13 @@ _REMEDY = (
 
 
 class CapabilityMinors(msgspec.Struct, frozen=True):
-    """The table at one moment.
+    """The driver's table at one moment.
 
     Attributes:
         path: of the file, for messages.
-        numbers: by key, e.g. ``gpu1/gi7/ci0/access``.
-        troubles: by key, the error of its line.
-        trouble: why there is no table at all.
+        numbers: key of the table, e.g. ``gpu1/gi7/ci0/access`` → N of the device node.
+        troubles: key → the error in its line.
+        trouble: why there is no table at all; empty when there is one.
     """
 
     path: str
@@ -45,7 +44,7 @@ class CapabilityMinors(msgspec.Struct, frozen=True):
     def nodes(
         self, gpu_minor: int, gpu_instance: int, compute_instance: int
     ) -> tuple[tuple[str, ...], str]:
-        """The two device nodes of an instance, or none and the reason."""
+        """The paths of the two device nodes of an instance, or none and the reason."""
         instance = f"gpu{gpu_minor}/gi{gpu_instance}"
         nodes: list[str] = []
         for key in (f"{instance}/access", f"{instance}/ci{compute_instance}/access"):
@@ -58,9 +57,10 @@ class CapabilityMinors(msgspec.Struct, frozen=True):
 
 
 class Capabilities:
-    """The driver's table of capability numbers.
+    """The driver's table of capabilities, which is its word for these device nodes.
 
-    State: the last text and its meaning; the table is the same for as long as the driver is loaded.
+    State: the last text and what was read in it; the table is the same for as long as the driver is
+    loaded.
     """
 
     def __init__(self, proc_root: Path) -> None:
@@ -87,11 +87,11 @@ def parse(text: bytes, path: str) -> CapabilityMinors:
     """Read the driver's lines, e.g. ``gpu0/gi1/access 30``;
     lines about other things than MIG instances are read as well, and nobody asks for them.
 
-    A last line without its end gives no number but a trouble: half of a number is a number.
+    A last line without a newline is an error, because its number may be cut off.
 
     Args:
         text: the content of the file.
-        path: its name in a trouble.
+        path: its name in errors.
     """
     if len(text) > _LIMIT_BYTES:
         return CapabilityMinors(

@@ -2,7 +2,8 @@
 instances that came, went, became unhealthy or recovered; and their counts for metrics.
 
 `watch` and `tegra` call `record` for each inventory that they publish, and `watch` calls `count`.
-Both look at nothing but the two. Each event has a fixed name.
+Both functions compare the inventory with the one before and read nothing else. Each event has a
+fixed name.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def record(journal: Journal, old: Inventory, new: Inventory) -> None:
 
 
 def count(history: GpuHistory, old: Inventory, new: Inventory) -> None:
-    """Count the GPUs that have changed their state, and the times to recovery."""
+    """Add to ``history`` each change of a GPU's state, and the seconds to each recovery."""
     for gpu in new.gpus:
         before = old.gpu(gpu.uuid)
         was, now = _state(before), _state(gpu)
@@ -46,7 +47,7 @@ def count(history: GpuHistory, old: Inventory, new: Inventory) -> None:
             continue
         history.count_transition(gpu.uuid, now)
         if now == _HEALTHY and before is not None and not before.health.ok:
-            # The clock may have been set in between.
+            # `since` is wall time, and the clock may have been set in between.
             seconds = max(0.0, gpu.health.since - before.health.since)
             history.recovery_seconds.add(seconds)
 
@@ -97,8 +98,8 @@ def _record_layout(journal: Journal, old: Gpu | None, new: Gpu) -> None:
 
 
 def _record_instances(journal: Journal, old: Gpu | None, new: Gpu) -> None:
-    """Record which MIG instances became unhealthy, recovered or are withheld. An instance that
-    falls ill or recovers together with its whole GPU has no event of its own.
+    """Record which MIG instances became unhealthy, recovered or are given to no container. An
+    instance that becomes unhealthy or recovers together with its whole GPU has no event of its own.
     """
     before = _by_uuid(old.mig_instances if old else ())
     gpu_was_ok = old is None or old.health.ok

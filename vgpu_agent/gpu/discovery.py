@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _RELEASE = "etc/nv_tegra_release"  # of NVIDIA's Linux for Tegra, below the driver root
-_FAMILY = "devices/soc0/family"  # of every kernel on a Tegra processor, below sysfs
+# the name of the processor's series, from every kernel on a Tegra processor; below sysfs
+_FAMILY = "devices/soc0/family"
 _FAMILY_BEGINS = "tegra"
 _FAMILY_LIMIT = 64  # characters
 _WSL_NODE = "dev/dxg"
@@ -171,6 +172,7 @@ def _no_sign(settings: GpuSettings, sysfs_root: str) -> str:
 
 
 def _places(settings: GpuSettings, sysfs_root: str) -> tuple[Path, Path]:
+    """The two files that show a Tegra processor: of its Linux, and of its kernel."""
     return Path(settings.driver_root) / _RELEASE, Path(sysfs_root) / _FAMILY
 
 

@@ -1,12 +1,12 @@
 """The decision when a GPU may not be given away, and when it may again:
 one small state machine a GPU, on plain values.
 
-Three things make a GPU Unhealthy: an XID that counts, a probe that the card or the driver answered
-badly, and a driver call about this GPU that does not return. It comes back when the card answers,
-the driver asks for no recovery action, no row remap is pending, and it has been quiet (without
-errors) for a while.
-A GPU that fails again soon must be quiet for twice as long each time, so that a flapping card does
-not fail one pod after another.
+Three things make a GPU Unhealthy: an XID that *counts* (it is not ignored, by default or by the
+settings), a probe (a reading of the card's state) that the card or the driver answered badly, and a
+driver call about this GPU that does not return. It comes back when the card answers, the driver
+asks for no recovery action, no row remap is pending, and it has been quiet (without errors) for a
+while. A GPU that fails again soon must be quiet for twice as long each time, so that a flapping
+card does not fail one pod after another.
 
 `Healths` has one machine for each GPU and one for each MIG instance beside it, and chooses those
 that an error, an answer or a hang concerns. A report about a whole GPU also counts for all its MIG
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 FLAP_WINDOW_SECONDS = 3600.0
 MAX_QUIET_SECONDS = 3600.0
 
-# Causes of one illness that are kept. A card that fails has few, and status and page list them all.
+# Causes that are kept from the time that a GPU becomes Unhealthy until it recovers. A card that
+# fails has few, and status and page list them all.
 MAX_CAUSES = 8
 NOT_LISTED = "the driver no longer lists this GPU"
 
@@ -105,7 +106,7 @@ class Trouble(msgspec.Struct, frozen=True):
     """An event or a state that makes a GPU Unhealthy.
 
     Attributes:
-        code: its short name for metrics, such as ``XID 79``, as in `Cause`.
+        code: its short name for metrics, such as ``XID 79``.
         text: the sentence about it while it lasts, without its full stop.
         remedy: what helps against it while it lasts.
         later: the text once it is over; empty for an event, which has no end.
@@ -129,8 +130,9 @@ class Probe(msgspec.Struct, frozen=True):
     """The result of one probe of a GPU.
 
     Attributes:
-        trouble: why it did not answer as a working GPU does; empty when it did.
-        recovery_action: NVML field 230; NONE where the driver does not know the field.
+        trouble: why it did not answer as a working GPU does, in words; empty when it did.
+        recovery_action: what the driver requires, NVML field 230; NONE where the driver does not
+            know the field.
         remap_pending: a row of its memory waits for a reset to be replaced.
     """
 
@@ -169,7 +171,9 @@ class Probe(msgspec.Struct, frozen=True):
 
     @property
     def demand(self) -> Remedy | None:
-        """The remedy that the driver itself asks for; None when it asks for nothing."""
+        """The remedy that the driver itself asks for, a pending remap included; None when it asks
+        for nothing.
+        """
         if self.recovery_action is not RecoveryAction.NONE:
             return self.recovery_action.remedy
         return Remedy.RESET_LATER if self.remap_pending else None
@@ -211,6 +215,7 @@ class GpuHealth:
         self._health = Health()
         self._causes: dict[tuple[str, str], Cause] = {}  # code and text of the trouble → cause
         self._last_probe = Probe()
+        # the last probe was answered; None without a probe since the last new error
         self._answers: bool | None = None
         self._probe_trouble: Trouble | None = None  # of the last probe
         self._hang: Trouble | None = None  # while it lasts
@@ -218,7 +223,7 @@ class GpuHealth:
         self._trouble_at = 0.0  # the time of the last trouble
         self._trouble_wall = 0.0  # the same in unix seconds
         self._recovered_at: float | None = None
-        self._relapses = 0
+        self._relapses = 0  # how often in a row it failed again soon after it had recovered
 
     @property
     def health(self) -> Health:
@@ -312,7 +317,8 @@ class GpuHealth:
         cause = trouble.cause(before.since if before else self._wall())
         is_from_probe = trouble is self._probe_trouble
         if cause == before and not is_from_probe and not self._demanded:
-            return False  # a storm of one error publishes nothing; the next probe moves the times
+            # a storm of one error publishes nothing; the next probe updates `offered_at`
+            return False
         self._causes[key] = cause
         while len(self._causes) > MAX_CAUSES:
             del self._causes[min(self._causes, key=self._rank)]
@@ -427,7 +433,8 @@ class Healths:
             gpu: with the MIG instances that it has now.
             probe: its result, which also counts for the MIG instances.
             now: monotonic seconds.
-            silent: the probes of MIG instances with a worse result than their GPU, by UUID.
+            silent: the probes of MIG instances with a worse result than their GPU, by UUID; None
+                for none.
         """
         self._machine(gpu.uuid).probed(probe, now)
         machines = self._instances_of(gpu)

@@ -46,7 +46,7 @@ class Card(msgspec.Struct, frozen=True):
         gpu: the facts, with the MIG instances that reported all of their facts.
         handle: for further calls.
         probe: its health.
-        mig: how its instances were read.
+        mig: what was read about its MIG instances, with the errors.
     """
 
     gpu: Gpu
@@ -110,7 +110,7 @@ def read(
         nvml: the open driver.
         numa: where NUMA nodes come from.
         capabilities: where the device nodes of MIG instances come from.
-        between: called before each GPU, since a reading can take long.
+        between: called before each GPU, to report events that are waiting: a reading can take long.
 
     Raises:
         NvmlError: not even the number of GPUs can be read.
@@ -160,8 +160,8 @@ def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
 
 
 def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
-    """Return the MIG instances of ``gpu`` without a description in this reading:
-    UUID → the driver's error.
+    """Return the MIG instances of ``gpu``, of the inventory before, whose facts the driver did not
+    give in the reading of its ``card``: UUID → the driver's error.
     """
     if card.mig.layout.unread:  # the driver's error where it lists none of them
         return {instance.uuid: card.mig.layout.unread for instance in gpu.mig_instances}
@@ -174,10 +174,13 @@ def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
 
 
 def _joined(known: Gpu | None, card: Card) -> Gpu:
-    """Merge a card's GPU with the facts to keep of the known one."""
+    """Return the GPU of a card that answered, with those facts that it keeps from the inventory
+    before, where it was ``known``.
+    """
     if known is None:
         return card.gpu
-    # it is being divided again: the old instances are nearer to the truth than half of the new ones
+    # Not settled: it was divided anew while it was read, so this reading of its instances is void,
+    # and the old ones are nearer to the truth.
     if not card.mig.settled:
         return msgspec.structs.replace(
             card.gpu,
@@ -196,7 +199,8 @@ def _joined(known: Gpu | None, card: Card) -> Gpu:
         if _is_of(slot, instance)
     ]
     instances = sorted([*card.gpu.mig_instances, *silent], key=lambda instance: instance.index)
-    # The error of a known instance is a matter of its health.
+    # The error of a known instance makes that instance unhealthy (`silent_instances`). Only other
+    # errors mean that the GPU may have instances that are not known.
     trouble = "" if len(silent) == len(card.mig.failures) else card.gpu.mig_trouble
     return msgspec.structs.replace(
         card.gpu, health=known.health, mig_instances=tuple(instances), mig_trouble=trouble

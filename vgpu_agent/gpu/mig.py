@@ -1,9 +1,10 @@
 """The MIG instances of a GPU, read so that the result was true at one moment.
 
-The division of a GPU may change while it is read: then handles die between two calls, or a slot
-holds another instance than a call before. So a reading counts only when the layout after it is the
-one that was read. Otherwise it is made again. If the layout keeps changing, the caller keeps the
-previous one and reads again soon. A change of layout is never a fault of the GPU.
+The division of a GPU may change while it is read: then handles die between two calls, or a slot,
+NVML's index of a MIG device, holds another instance than a call before. So a reading counts only
+when the layout after it is the one that was read. Otherwise it is made again. If the layout keeps
+changing, the caller keeps the previous one and reads again soon. A change of layout is never a
+fault of the GPU.
 
 Called by `inventory` for each GPU, and by `session` for the quick check between two readings
 whether the division has changed (`look`); in the thread that owns NVML.
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from vgpu_agent.gpu.nvml import Handle, Nvml
 
 _TRIES = 3
-# between two tries; a tool that divides a GPU takes longer, and the next look comes soon
+# Between two tries. A tool that divides a GPU may take longer than all tries; then the caller reads
+# again soon.
 _PAUSE_SECONDS = 0.002
 
 # The errors of a call about an instance that has just been destroyed.
 _GONE = frozenset({NOT_FOUND, INVALID_ARGUMENT})
 
-# docs/operations.md, "MIG", describes what NVIDIA's container runtime does with the variable.
+# NVIDIA's container runtime lets a container read MIG instances only if it sets this variable.
 PERMISSION_REMEDY = (
     "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
 )
@@ -50,7 +52,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The division of a GPU: the part that `look` compares.
+    """The division of a GPU: what a quick check compares with the reading before.
 
     Attributes:
         capable: the card supports MIG at all; one that does not never will.
@@ -70,8 +72,8 @@ class MigReading(msgspec.Struct, frozen=True):
 
     Attributes:
         layout: its division.
-        instances: those that answered every question, by index.
-        failures: those that did not, each with the reason.
+        instances: those whose facts could all be read, by index.
+        failures: the slots of the others, each with the reason.
         settled: the division did not change meanwhile; if it did, nothing else here is valid.
     """
 
@@ -145,9 +147,10 @@ def profile_name(
     """``1g.10gb``: what follows ``MIG`` in the device's name,
     or what NVIDIA's formula makes of its size where the name has none.
 
-    The gigabytes of the formula are the eighths of the GPU's memory that the slice takes, times the
-    GPU's memory in whole GiB (nvidia §3); a compute instance smaller than its GPU instance has its
-    own slices in front, as in ``1c.3g.20gb``.
+    ``gpu_slices`` are the compute slices of the GPU instance, ``compute_slices`` those of the
+    compute instance in it. The gigabytes of the formula are the eighths of the GPU's memory that
+    the instance takes, times the GPU's memory in whole GiB (nvidia §3); a compute instance smaller
+    than its GPU instance has its own slices in front, as in ``1c.3g.20gb``.
     """
     _, found, profile = name.partition(" MIG ")
     if found and profile.strip():
@@ -207,6 +210,7 @@ def _describe(
             _unless_gone(err)
             failures.append((slot, _explained(err)))
             continue
+        # the two device nodes that open the instance to a container, or why they are not known
         nodes, trouble = minors.nodes(minor, *ids)
         instances.append(
             MigInstance(

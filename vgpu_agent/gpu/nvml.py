@@ -34,7 +34,7 @@ EventSet = NewType("EventSet", object)
 _MIB = 1024 * 1024
 # the answers about an NVLink that the card does not have
 _NO_LINK = frozenset({return_codes.NOT_SUPPORTED, return_codes.INVALID_ARGUMENT})
-_NO_INSTANCE = 0xFFFFFFFF
+_NO_INSTANCE = 0xFFFFFFFF  # the instance ids in an event that is about no instance
 # the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
 _LARGEST_PID = 1 << 22
 
@@ -89,8 +89,8 @@ class NvLinks(msgspec.Struct, frozen=True):
 class Nvml:
     """The driver, usable between `init` and `shutdown`.
 
-    State: what NVML keeps in this process. Handles die with `shutdown`. ``calls``, ``errors`` and
-    ``in_flight`` may be read from any thread at any time.
+    State: what NVML keeps in this process. Handles die with `shutdown`. ``calls`` and ``errors``
+    (their numbers so far) and ``in_flight`` may be read from any thread at any time.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Nvml:
         self.errors = 0
         self.last_error = ""
         self.in_flight: CallInFlight | None = None
-        self.library = ""
+        self.library = ""  # its path or soname once it is loaded; empty before
         # by handle, so that a lost card's calls and events can still be named
         self._uuids: dict[int, str] = {}
         self._uuid_by_index: dict[int, str] = {}
@@ -168,14 +168,14 @@ class Nvml:
         version = self._optional("nvmlSystemGetCudaDriverVersion_v2")
         return f"{version // 1000}.{version % 1000 // 10}" if version else ""
 
-    # ---- what there is
+    # ---- the GPUs
 
     def count(self) -> int:
         """The number of GPUs as of the last `init`."""
         return int(self._call("nvmlDeviceGetCount"))
 
     def handle(self, index: int) -> Handle:
-        """The GPU at ``index``; a lost card fails here (code 15)."""
+        """The GPU at ``index``; a lost card fails here (code 15, GPU_IS_LOST)."""
         return Handle(
             self._call(
                 "nvmlDeviceGetHandleByIndex",
@@ -235,7 +235,8 @@ class Nvml:
 
     def mig_slots(self, handle: Handle) -> int:
         """Return the number of MIG devices that the GPU could have;
-        fails where the driver does not permit the question (code 4), since there may be some.
+        fails where the driver does not permit the question (code 4, NO_PERMISSION), since there may
+        be some.
         """
         try:
             return int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))
@@ -311,10 +312,12 @@ class Nvml:
                 return None
             raise
 
-    # ---- how it is
+    # ---- the health of a card
 
     def temperature_celsius(self, handle: Handle) -> int | None:
-        """Return the temperature of the GPU's core. A lost card fails here (code 15)."""
+        """Return the temperature of the GPU's core. A lost card fails here (code 15,
+        GPU_IS_LOST).
+        """
         value = self._optional("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
         return None if value is None else int(value)
 
@@ -334,7 +337,7 @@ class Nvml:
         rows = self._optional("nvmlDeviceGetRemappedRows", handle)
         return bool(rows and rows[2])
 
-    # ---- what it does
+    # ---- the use of a card
 
     def utilisation_percent(self, handle: Handle) -> int | None:
         """Time in which at least one kernel ran, over the driver's last sample."""

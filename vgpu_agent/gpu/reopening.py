@@ -33,9 +33,9 @@ class Reopening:
     def __init__(self, interval_seconds: float) -> None:
         self.interval_seconds = interval_seconds
         self.driver_failed = False
-        self._wanted = False
-        self._not_before = 0.0
-        self._pause = 0.0
+        self._wanted = False  # a reason to reopen was found at the last reading
+        self._not_before = 0.0  # monotonic seconds
+        self._pause = 0.0  # seconds after the last opening; 0 where the next one need not wait
         # of the last reading: the cards that answered, and those that the kernel module drives
         self._answering: frozenset[str] | None = None
         self._bound: frozenset[str] | None = None

@@ -30,8 +30,8 @@ answers and no faults.
 """
 
 NORMAL = ABSENT | {NOT_FOUND, TIMEOUT}
-"""The codes that are not counted as errors in the status: those of `ABSENT`, "there is nothing",
-and a wait for events that ended without one.
+"""The codes that are not counted as errors of NVML in the agent's status and metrics: those of
+`ABSENT`, "there is nothing", and a wait for events that ended without one.
 """
 
 

@@ -7,9 +7,9 @@ the last second (vgpu-manager §8.6), and the libraries read it from a file.
 The samples are taken in the NVML thread, between the waits for events, a few GPUs at a time. One
 thread is the only user of NVML, because NVML can only be reopened when it has no other user in the
 process. A call that hangs stops the samples together with all other uses of NVML. It is detected in
-the same way, and readers of the samples see their age. The driver's rows are passed on unchanged
-(those of a newer call in the form of the older one), in buffers that are allocated once, because
-pynvml's objects would take most of the time.
+the same way, and readers of the samples see their age. The driver's rows, one for each process, are
+passed on unchanged (those of a newer call in the form of the older one), in buffers that are
+allocated once, because pynvml's objects would take most of the time.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SINCE_MICROSECONDS = 1_000_000
 MAX_ROWS = 1024
 _MAX_ROOM = 16 * MAX_ROWS  # rows in the largest buffer; from a driver with more none are read
 
+# bytes of a row of use (nvmlProcessUtilizationSample_t) and of a process (nvmlProcessInfo_t)
 SAMPLE_BYTES, PROCESS_BYTES = 32, 24
 # nvmlProcessesUtilizationInfo_t, version 1, and its rows: for drivers without the older call
 _EXTENDED_VERSION, _EXTENDED_ROW_BYTES = 1, 40
@@ -57,7 +58,7 @@ class Sink(Protocol):
         """Take the rows of one GPU, as NVML lays them out.
 
         Args:
-            index: of the GPU.
+            index: NVML's, of the GPU.
             since: unix microseconds; the samples are not older.
             samples: rows of use; None when the driver has none since then, or too many.
             compute: processes that compute.
@@ -73,7 +74,9 @@ class ProcessSampler:
     """
 
     def __init__(self, nvml: Nvml, handle: Callable[[str], Handle | None]) -> None:
-        """Begin with no GPU; ``handle`` returns the present handle for a GPU's UUID."""
+        """Begin with no GPU; ``handle`` returns the present handle for a GPU's UUID, None for one
+        that did not answer last time.
+        """
         self._nvml, self._handle = nvml, handle
         self._aim: tuple[tuple[tuple[tuple[int, str], ...], ...], Sink | None] = ((), None)
         self._turn = 0  # the batch that was sampled last
@@ -81,6 +84,7 @@ class ProcessSampler:
         self._samples = _Rows(SAMPLE_BYTES)
         self._compute, self._graphics = _Rows(PROCESS_BYTES), _Rows(PROCESS_BYTES)
         self._extended = _Rows(_EXTENDED_ROW_BYTES)
+        # kind of processes → the NVML function that lists them; the driver may lack the newer one
         self._names = {
             "compute": "nvmlDeviceGetComputeRunningProcesses_v3",
             "graphics": "nvmlDeviceGetGraphicsRunningProcesses_v3",
@@ -189,7 +193,7 @@ class _Extended(ctypes.Structure):
 
 
 class _Rows:
-    """A buffer for rows, and the C integer for their number."""
+    """A buffer for ``room`` rows of ``size`` bytes, and the C integer for their number."""
 
     def __init__(self, size: int) -> None:
         self._size = size

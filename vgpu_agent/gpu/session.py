@@ -33,11 +33,12 @@ _MAX_EVENTS_IN_A_ROW = 1000
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The result of one look at the driver.
+    """The result of one reading of the driver.
 
     Attributes:
         reading: the GPUs.
-        links: the pairs of the GPUs that answer; None when nothing changed since the last snapshot.
+        links: the UUIDs of two GPUs that answer → the link between them; None when the GPUs are
+            those of the last snapshot.
         bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where
             that cannot be read.
         warnings: what had to be left out, one sentence each, reported once.
@@ -97,6 +98,7 @@ class Session:
         # Of the last reading, by UUID. None for a GPU that was not settled: it was being divided
         # again. Each MIG device that a GPU has is a slot of its layout.
         self._layouts: dict[str, mig.Layout | None] = {}
+        # UUID → the sentences about its MIG instances that were true at the last reading
         self._mig_troubles: dict[str, tuple[str, ...]] = {}
         # UUID and PCI address of the GPUs whose links were read last
         self._links_of: frozenset[tuple[str, str]] | None = None
@@ -116,7 +118,7 @@ class Session:
             self._pass_on_events()
             self.close()
         self._ensure_open()
-        reading = inventory.read(
+        reading = inventory.read(  # `between` is called before each GPU
             self._nvml, self._numa, self._capabilities, between=self._pass_on_events
         )
         warnings = [*reading.warnings, *self._listen(reading), *self._news_of_instances(reading)]
@@ -207,7 +209,7 @@ class Session:
 
     def _is_divided_anew(self, uuid: str) -> bool:
         before = self._layouts[uuid]
-        if before is not None and not before.capable:
+        if before is not None and not before.capable:  # the card does not support MIG at all
             return False
         self._pass_on_events()  # as between the GPUs of a reading
         try:

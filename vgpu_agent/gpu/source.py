@@ -35,7 +35,7 @@ class GpuSource(Protocol):
         measured_at: the same for ``usage``.
     """
 
-    inventory: Latest[Inventory]
+    inventory: Latest[Inventory]  # readers can wait for a newer one
     usage: Latest[tuple[GpuUsage, ...]]
     read_at: float
     measured_at: float
@@ -57,7 +57,9 @@ class GpuSource(Protocol):
         """Use other settings from now on."""
 
     def sample(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
-        """Have the processes on these GPUs (index and UUID) sampled into ``sink`` from now on."""
+        """Have the use of these GPUs (index and UUID) by each process sampled into ``sink`` from
+        now on, instead of what an earlier call asked for.
+        """
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Release the GPUs; return whether that was done in time."""

@@ -30,7 +30,9 @@ BEAT_SECONDS = 5.0
 
 
 class IntegratedGpu:
-    """A `GpuSource` with the one GPU. State: none that changes after `start`."""
+    """The source (`GpuSource`) of an inventory with the one GPU. State: none that changes after
+    `start`.
+    """
 
     def __init__(self, journal: Journal, *, beat: Callable[[], None] = lambda: None) -> None:
         self.inventory: Latest[Inventory] = Latest(Inventory())
@@ -42,7 +44,7 @@ class IntegratedGpu:
 
     async def start(self) -> None:
         """Put the GPU into the inventory."""
-        # minor -1: there is no /dev/nvidia<minor>
+        # `INTEGRATED` is ``tegra``; minor -1: there is no /dev/nvidia<minor>
         found = Inventory(
             version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)
         )

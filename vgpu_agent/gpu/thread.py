@@ -7,8 +7,8 @@ between. When a call does not return in time, the loop reports the call and the 
 waiting jobs, and refuses new ones until the call returns. A daemon thread never keeps the process
 from ending.
 
-While a container's library limits compute by them, samples of the GPU usage of all processes are
-taken in between as well (`sampling`).
+Samples of the GPU usage of all processes are taken in between as well, while there is a container
+whose library (that of the backend `vgpu-control`) limits its compute by them (`sampling`).
 
 Used by `watch`, which also calls `look` regularly, so that a hang is noticed without a waiting job.
 """
@@ -48,7 +48,8 @@ class Listener(msgspec.Struct, frozen=True):
         wait_failed: waiting for events failed with this text.
         hung: a call does not return; once for each hang.
         answering: the call that hung has returned, after this many seconds.
-        waiting: a caller still waits for a long job; at least once in every call timeout.
+        waiting: a caller still waits for a long job; at least once in every call timeout, so that
+            the loop of the caller can show that it is not stuck.
         not_sampled: samples of processes failed with this text.
     """
 
@@ -79,11 +80,15 @@ class NvmlThread:
 
     State: the queue of jobs, for some of which no caller may wait any more. While a call hangs,
     `hang` names it. Everything but `pass_on`, `_main` and their callees belongs to the event loop.
+
+    Attributes:
+        sampler: takes the samples; its user tells it of which GPUs, and where to put them.
     """
 
     def __init__(self, nvml: Nvml, session: Session, listener: Listener) -> None:
         self.sampler = ProcessSampler(nvml, session.handle)
         self._nvml, self._session, self._listener = nvml, session, listener
+        # None only wakes the thread, when it is to end
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._hang: CallInFlight | None = None
@@ -110,8 +115,8 @@ class NvmlThread:
             function: may use NVML; nothing on the event loop.
 
         Raises:
-            NvmlHungError: a driver call hangs, now or before this job had its turn, or the thread
-                does not run; the job may still run later, or never.
+            NvmlHungError: a driver call hangs, now or before this job began, or the thread does
+                not run; the job may still run later, or never.
         """
         if self._loop is None or self._ended.is_set():
             raise NvmlHungError(f"{name}: the NVML thread is not running")

@@ -28,7 +28,7 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
     and a sentence for each GPU or pair that could not be read.
     """
     troubles: list[str] = []
-    ends: dict[str, NvLinks] = {}
+    ends: dict[str, NvLinks] = {}  # UUID → what is at the far ends of its links
     addresses = {gpu.uuid: gpu.pci_bus_id for gpu, _ in cards}
     known = frozenset(addresses.values())  # any other end of a link may be a switch
     for gpu, handle in cards:
@@ -46,7 +46,7 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
         except NvmlError as err:
             troubles.append(f"PCI distance of {one.uuid} and {other.uuid}: {err}")
             continue
-        if level is not None:
+        if level is not None:  # the driver tells how near the two are
             link = Link(
                 pci=level,
                 nvlinks=nvlinks[frozenset((one.uuid, other.uuid))],

@@ -72,8 +72,8 @@ class GpuWatch:
     """The agent's knowledge of its GPUs.
 
     State: the health of each GPU seen since the start, in memory only; after a restart the first
-    reading judges again. All methods belong to the event loop; only the NVML thread (`thread`)
-    calls the driver.
+    reading decides on it anew. All methods belong to the event loop; only the NVML thread
+    (`thread`) calls the driver.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class GpuWatch:
     ) -> None:
         self.inventory: Latest[Inventory] = Latest(Inventory())
         self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
-        # unix seconds of the last reading and measuring that succeeded, changed or not
+        # unix seconds of the last reading (of the GPUs and their health) and measuring (of their
+        # load) that succeeded, changed or not
         self.read_at = self.measured_at = 0.0
         self._settings = settings
         self._journal = journal
@@ -112,16 +113,19 @@ class GpuWatch:
                 not_sampled=self._on_not_sampled,
             ),
         )
+        # the health of each GPU and MIG instance, from probes, events and hangs
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
-        self._history = XidHistory()
+        self._history = XidHistory()  # the latest XIDs; `NvmlStatus.history` has the counts
         self._links: dict[tuple[str, str], Link] = {}
+        # when to close and open the driver, by which alone it shows cards that came or went
         self._reopening = Reopening(interval_seconds=POLL_SECONDS)
         # of each XID event: when it was last recorded (monotonic), and how many were left out since
         self._xids: dict[DeviceEvent, tuple[float, int]] = {}
-        # journals a problem when it begins or changes, and anew after `over`
+        # journals a problem when it begins or changes, and anew after `over`. Its subjects: the
+        # ``driver``, the waiting for ``events`` and the ``samples`` of processes' usage.
         self._problems = log.ChangeFilter()
         self._wake = asyncio.Event()
-        # monotonic
+        # monotonic; a look is that for other MIG instances (`_look`)
         self._polled_at = self._next_poll = self._next_usage = self._looked_at = self._next_look = (
             0.0
         )
@@ -158,7 +162,8 @@ class GpuWatch:
         """
         while True:
             self._beat()
-            self._thread.look()  # it reports a call that hangs, or that has returned
+            # unlike `_look`: the thread reports a call that hangs, or that has returned
+            self._thread.look()
             self._judge_hang()
             now = time.monotonic()
             if now >= self._next_poll:
@@ -252,7 +257,7 @@ class GpuWatch:
         self._schedule_poll()
 
     async def _look(self) -> None:
-        """Read the GPUs if one was divided again.
+        """Read the GPUs if the MIG instances of one have changed since the last reading.
 
         Raises:
             AgentError: nothing could be read.
@@ -278,17 +283,20 @@ class GpuWatch:
         self._learn(snapshot, reopened=reopen)
 
     def _learn(self, snapshot: Snapshot, *, reopened: bool = False) -> None:
+        """Publish a snapshot, and decide by it when to look next and whether to reopen the
+        driver.
+        """
         now = time.monotonic()
         self._reopening.read(
             snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopened, now=now
         )
-        # a GPU that was divided again while it was read is not settled, and is read again soon
+        # a GPU whose MIG instances changed while it was read is not settled, and is read again soon
         settled = all(card.mig.settled for card in snapshot.reading.cards)
         self._next_look = now + _MIG_LOOK_SECONDS * (1.0 if settled else _SHORTEST_INTERVAL)
         self._take(snapshot)
 
     def _take(self, snapshot: Snapshot) -> None:
-        """Judge every GPU by the snapshot and publish."""
+        """Publish the snapshot's GPUs, with the health that each has by its probe."""
         now = time.monotonic()
         self.read_at = time.time()
         self._problems.over("driver")
@@ -305,13 +313,14 @@ class GpuWatch:
                     gpu, Probe(trouble=_why_missing(gpu, snapshot.reading.failures)), now
                 )
             else:
+                # MIG instances that the GPU still has, and that could not be read
                 silent = {
                     uuid: Probe(trouble=problem)
                     for uuid, problem in inventories.silent_instances(gpu, card).items()
                 }
                 self._healths.probed(gpu, card.probe, now, silent=silent)
         if snapshot.links is not None:  # they were read anew, because GPUs came or went
-            kept = {
+            kept = {  # the links of a GPU that does not answer, which could not be read
                 pair: link
                 for pair, link in self._links.items()
                 if not answering.keys() >= set(pair)
@@ -336,6 +345,7 @@ class GpuWatch:
             if state is NvmlState.MISSING:
                 self._journal.record("nvml.missing", level="error", problem=problem)
             else:
+                # see dmesg, and reboot if the driver does not answer soon
                 remedy = Remedy.CHECK_DRIVER.sentence("")
                 self._journal.record("nvml.failed", level="error", problem=problem, remedy=remedy)
         self._status.last_error = problem
@@ -370,6 +380,7 @@ class GpuWatch:
                 self._next_look, self._looked_at + _MIG_LOOK_SECONDS * _SHORTEST_INTERVAL
             )
             return
+        # by the lists of the settings, whether this XID makes its GPU Unhealthy
         counts = self._policy.counts(event.xid)
         self._status.history.count_xid(event.gpu, event.xid)
         self._record_xid(event, event.xid, counts=counts)
@@ -395,7 +406,7 @@ class GpuWatch:
 
     def _record_xid(self, event: DeviceEvent, xid: int, *, counts: bool) -> None:
         """Journal an XID; one entry in `_XID_PAUSE_SECONDS` for the same XID in the same place,
-        with the number of those left out before.
+        with the number of those left out before. ``counts``: it makes its GPU Unhealthy.
         """
         now, (last, left_out) = time.monotonic(), self._xids.get(event, (-_XID_PAUSE_SECONDS, 0))
         if now - last < _XID_PAUSE_SECONDS:
@@ -458,6 +469,7 @@ class GpuWatch:
         self._journal.record(
             "nvml.answering", call=call.name, gpu=call.gpu, after_seconds=round(seconds, 3)
         )
+        # the call that hung has returned: tells whether that changed the health of a GPU
         if self._healths.answering(seconds, time.monotonic()):
             self._publish_healths()
         self._want_poll()
@@ -518,8 +530,10 @@ def _recovery_policy(settings: Recovery) -> RecoveryPolicy:
 
 
 def _why_missing(gpu: Gpu, failures: tuple[str, ...]) -> str:
-    """Return the driver's error for the card's index, if there is one."""
-    for failure in failures:
+    """Return the driver's error for the card's index; `NOT_LISTED`, which says that the driver no
+    longer lists the card, if there is none.
+    """
+    for failure in failures:  # ``index: text``
         index, _, problem = failure.partition(": ")
         if index == str(gpu.index):
             return problem

@@ -27,9 +27,10 @@ _MAX_SEEN = 32
 _SAME_SECONDS = 60.0
 
 # The meaning and the remedy of common XIDs. The numbers and their classes (an error of the program,
-# reset, reboot, replacement) are those of NVIDIA's XID catalogue. `RESTART` is for the pod that
-# was hit, `RESET_LATER` for when the GPU's pods have ended, `RESET_LINKED` for the GPU and those
-# that NVLink joins to it; `LOOK_UP` is to read dmesg and the catalogue.
+# reset, reboot, replacement) are those of NVIDIA's XID catalogue. `APPLICATION` is to look at the
+# program, `FOLLOW_DRIVER` to do what the driver names; `RESTART` is for the pod that was hit,
+# `RESET_LATER` for when the GPU's pods have ended, `RESET_LINKED` for the GPU and those that NVLink
+# joins to it; `LOOK_UP` is to read dmesg and the catalogue.
 KNOWN = {
     13: ("a program made an illegal access in a graphics or compute engine", Remedy.APPLICATION),
     31: ("a program touched GPU memory that is not mapped", Remedy.APPLICATION),

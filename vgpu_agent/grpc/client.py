@@ -113,6 +113,7 @@ class Caller:
         return answer
 
     def _taken(self) -> Channel | None:
+        """Return the idle connection, which is then no longer kept; None without one."""
         if self._closing is not None:
             self._closing.cancel()
         kept, self._kept, self._closing = self._kept, None, None
@@ -166,7 +167,7 @@ async def _answer(
 
 
 class _Channel(Channel):
-    """grpclib's client, over a `Connection`."""
+    """grpclib's client, over a connection that is closed when the server sends too much."""
 
     def _protocol_factory(self) -> H2Protocol:
         return Connection(super()._protocol_factory(), _MAX_ANSWER_BYTES)

@@ -65,7 +65,8 @@ class Connection(H2Protocol):
     of unfinished messages is counted. So are frames that cost only the agent something: pings,
     settings, priorities, empty data, and streams that are reset at once.
 
-    State: in addition to grpclib's, the counts.
+    State: in addition to grpclib's, the counts: memory by stream; and frames without content, and
+    resets, in the last seconds.
     """
 
     transport: asyncio.Transport
@@ -81,9 +82,10 @@ class Connection(H2Protocol):
         """Take the place of ``plain``.
 
         Args:
-            plain: grpclib's own object.
+            plain: the object that grpclib has made for the same connection; its settings are
+                taken over.
             most_bytes: the limit for the data of unfinished messages.
-            caller: who has connected, for methods that ask for it.
+            caller: whatever identifies the peer for the methods that ask for it; None for none.
             lost: called when the connection has ended.
         """
         super().__init__(plain.handler, plain.config, plain.h2_config)
@@ -99,7 +101,7 @@ class Connection(H2Protocol):
             processors[event] = lambda _: None
         for event, count in self._counters().items():
             processors[event] = _both(count, processors[event])
-        self._costs: dict[int, int] = {}
+        self._costs: dict[int, int] = {}  # stream id → bytes of memory for its data
         self._idle_frames = self._resets = 0
         self._counted_from = asyncio.get_running_loop().time()
 
@@ -160,6 +162,7 @@ class Connection(H2Protocol):
     def _count_idle(self, _: object) -> None:
         now = asyncio.get_running_loop().time()
         if now - self._counted_from > _IDLE_FRAMES_SECONDS:
+            # a reset that is being counted is already in `_resets`
             self._counted_from, self._idle_frames, self._resets = now, 0, min(self._resets, 1)
         self._idle_frames += 1
         if self._idle_frames > _MAX_IDLE_FRAMES:

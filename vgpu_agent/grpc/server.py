@@ -41,7 +41,9 @@ UnaryMethod: TypeAlias = "Callable[[bytes], Awaitable[bytes]]"
 """Takes the encoded request and returns the encoded response."""
 
 CallerMethod: TypeAlias = "Callable[[bytes, Any], Awaitable[bytes]]"
-"""The same, with the caller that was handed to `GrpcServer.take`."""
+"""The same, with the object that was handed to `GrpcServer.take` with the connection: it says who
+calls.
+"""
 
 StreamMethod: TypeAlias = "Callable[[bytes, Send], Awaitable[None]]"
 """Takes the encoded request and sends as many encoded responses as it likes;
@@ -52,7 +54,7 @@ Send: TypeAlias = "Callable[[bytes], Awaitable[None]]"
 _ByteStream: TypeAlias = "Stream[bytes, bytes]"
 
 _REQUEST_SECONDS = 10.0  # from the headers to the last byte
-_LOOK_SECONDS = 0.01
+_LOOK_SECONDS = 0.01  # between two checks whether a client is still connected
 
 # An error text travels in an HTTP/2 header, percent-encoded; the kubelet copies it
 # into the pod's status.
@@ -125,7 +127,7 @@ class GrpcServer:
 
         Args:
             connection: does not block.
-            caller: handed to the methods that ask for it.
+            caller: any object that tells the methods of ``by_caller`` who calls.
             lost: called when the connection has ended.
 
         Returns:
@@ -210,6 +212,7 @@ class GrpcServer:
 
     @contextlib.asynccontextmanager
     async def _counted(self, path: str) -> Any:
+        """Count a call while it runs, and turn its exceptions into errors of gRPC."""
         self._count(running=1)
         try:
             yield
@@ -281,6 +284,7 @@ class _ClosableServer(Server):
         return made.transport.abort
 
     def _forget_closed(self) -> None:
+        # without `connection`, one is not established yet
         self._connections[:] = [
             one
             for one in self._connections

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # struct sockaddr_un holds 108 bytes, the last of them a zero.
 _LONGEST_PATH = 107
 
+# error → the remedy; ``{setting}``: see `bind`
 _REMEDIES = {
     errno.ENOENT: "the directory does not exist; is {setting} right, and is it mounted?",
     errno.EROFS: "the file system is read-only; mount that directory writable",
@@ -44,7 +45,7 @@ class SocketIdentity(NamedTuple):
 
 
 def bind(path: Path, setting: str) -> socket.socket:
-    """Bind a socket to ``path``, mode 0600, not listening yet.
+    """Return a socket that is bound to ``path``, mode 0600, not listening yet.
 
     ``setting`` is the setting by which an operator chooses the directory, for the messages.
 

@@ -1,9 +1,10 @@
 """A strict and fast decoder for protobuf messages, and an encoder for single fields.
 
-The encoder of the generated code gives the same bytes as Google's. But its decoder silently accepts
-truncated messages and wrong wire types, raises arbitrary exceptions for other malformed messages,
-and is slow. The agent reads only a few kinds of messages, with little nesting. So `kubelet.codec`,
-`kubelet.held_ids` and `runtime.process_registry` decode them with this module.
+The encoder of the classes that are generated from .proto files (`protocol`) gives the same bytes as
+Google's. But their decoder silently accepts truncated messages and wrong wire types, raises
+arbitrary exceptions for other malformed messages, and is slow. The agent reads only a few kinds of
+messages, with little nesting. So `kubelet.codec`, `kubelet.held_ids` and `runtime.process_registry`
+decode them with this module.
 
 Format: https://protobuf.dev/programming-guides/encoding/.
 """

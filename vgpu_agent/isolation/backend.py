@@ -25,7 +25,8 @@ class Target(msgspec.Struct, frozen=True):
         pod_uid: the kubelet's UID of the pod.
         grant: a name that stays the same over restarts of the container and differs from every
             other grant's.
-        environment: names of the variables that the pod's specification sets.
+        environment: names of the variables that the pod's specification sets; with one of them a
+            pod may switch its library off.
         shares: (GPU, share) in the order in which the container is to count the GPUs.
         oversubscribed: more memory or compute is offered than there is.
         limit_cores: whether compute is to be limited as well as booked.
@@ -49,8 +50,8 @@ class InstalledLibrary(msgspec.Struct, frozen=True):
         path: where it is installed; empty when there is none.
         trouble: why the library that was delivered last could not be installed, or cannot limit
             anything on this node; empty when it can, or is not needed.
-        locks: it makes a lock file that containers would have to share, see
-            `hami_core.uses_lock`.
+        locks: it makes a lock file that all containers would have to share, as HAMi-core before
+            2.8.1 does.
     """
 
     path: str = ""
@@ -64,10 +65,10 @@ class LibraryServices(msgspec.Struct, frozen=True):
     Attributes:
         containers_directory: the parent of the containers' own directories,
             ``<pod UID>_<container>``.
-        registry_directory: of the socket by which a container's processes register with the agent;
-            empty where none do.
-        samples_directory: of the samples that the agent takes of the processes' use of compute;
-            empty when the library does not read them.
+        registry_directory: of the socket by which a container's processes register with the agent,
+            so that the library can tell them from others; empty where none do.
+        samples_directory: of the file with the samples that the agent takes of the processes' use
+            of compute; empty when the library does not read them.
     """
 
     containers_directory: str = ""
@@ -86,7 +87,7 @@ class LibraryLimits(msgspec.Struct, frozen=True):
         cores: it limits compute.
         oversubscribed: more memory or compute is offered than there is.
         unit_mib: the smallest share of memory that the node gives.
-        backend: whose library it is.
+        backend: the name of the backend whose library it is.
         memory_scaling: how many times a device's memory is offered.
     """
 

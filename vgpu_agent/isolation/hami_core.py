@@ -2,12 +2,12 @@
 
 The library is preloaded into every process of the container and finds its limits in a region file,
 which the agent makes before the first process exists (`hami_region`). Environment and mounts are
-those of the replaced plugin (volcano-vgpu §4.1, G4), except for its two directories that containers
-can write. A bind mount follows links, so write access to a directory decides what is mounted from
-it. Here a container sees no directory of the host: its region is mounted as a file, and the
-directory around it belongs to root alone. The library needs no more (hami-core §0.3.3). Families
-call it through `Backend`; `runtime` makes the files, and `runtime.hami_library` installs the
-library itself.
+those of the replaced plugin (volcano-vgpu §4.1, G4), without its mounts of two directories that
+containers can write. A bind mount follows links, so write access to a directory decides what is
+mounted from it. Here a container sees no directory of the host: its region is mounted as a file,
+and the directory around it belongs to root alone. The library needs no more (hami-core §0.3.3).
+Families call it through `Backend`; `runtime` makes the files, and `runtime.hami_library` installs
+the library itself.
 
 It is a quota for cooperative programs, not a security boundary: static programs and images without
 glibc are not limited.
@@ -52,9 +52,10 @@ LOCK_DIRECTORY = "/tmp/vgpulock"  # noqa: S108 - likewise
 
 # The file that libraries with a lock open in `LOCK_DIRECTORY`.
 _LOCK = f"{LOCK_DIRECTORY}/lock".encode()
-# What it logs while it waits for that file. Libraries from 2.8.1 on still name the file, in
-# functions that nothing calls any more.
+# What such a library logs while it waits for that file. Libraries from 2.8.1 on still name the
+# file, in functions that nothing calls any more.
 _LOCK_AWAITED = b"unified_lock locked"
+# How large the file system in memory for that file is, and how many files fit.
 _LOCK_KIB, _LOCK_FILES = 64, 16
 
 # A pod sets this variable, to any value, to run without the library. The library itself does not
@@ -63,8 +64,8 @@ DISABLED_BY = "CUDA_DISABLE_CONTROL"
 
 # A program that sets another path gets another region, with limits that it chooses itself.
 REGION_VARIABLE = "CUDA_DEVICE_MEMORY_SHARED_CACHE"
-# The file in which the library's dlsym looks for the hooks. A program that names another file
-# gets no hooks.
+# The file in which the library's dlsym looks for the hooks, its own versions of CUDA's functions. A
+# program that names another file gets no hooks.
 _HOOKS_VARIABLE = "CUDA_REDIRECT"
 _POLICY_VARIABLE = "GPU_CORE_UTILIZATION_POLICY"  # "disable" switches the limit of compute off
 
@@ -163,7 +164,7 @@ class HamiCore(msgspec.Struct):
                 HostFile(
                     region_path,
                     size=SIZE,
-                    parts=parts,
+                    parts=parts,  # (offset, bytes) of the region; the rest of it is zero
                     mode=0o666,
                     renewed=limit_parts(limits),  # written into a region that is in use
                     allocated=True,  # takes its space on the disk at once
@@ -175,6 +176,7 @@ class HamiCore(msgspec.Struct):
         )
 
     def _environment(self, target: Target, limits: list[DeviceLimit], cache: str) -> dict[str, str]:
+        # The variables have a limit of memory for each GPU, and of compute only the first share's.
         # Only whole MiB with "m": every other unit is misread by some version (hami-core §1.2).
         environment = {
             f"CUDA_DEVICE_MEMORY_LIMIT_{place}": f"{limit.memory_mib}m"
@@ -216,14 +218,15 @@ def directory_before(host_directory: str) -> str:
 
 
 def may_be_disabled(setting: str, target: Target) -> bool:
-    """Tell whether a container may run without the library:
-    always, never, or when no other container shares its GPUs.
+    """Tell whether a container may run without the library: always with the ``setting`` ``honor``,
+    with ``whole-gpus`` when no other container can share its GPUs, otherwise never.
     """
     if setting != "whole-gpus":
         return setting == "honor"
     return not target.oversubscribed and all(
         share.exclusive
         or share.memory_mib <= 0
+        # less is left of the GPU's memory than the smallest share
         or 0 < gpu.memory_mib < share.memory_mib + target.unit_mib
         for gpu, share in target.shares
     )
@@ -248,7 +251,7 @@ def _limits(target: Target) -> list[DeviceLimit]:
 
 
 def _limit(gpu: Gpu, shares: list[Share], target: Target) -> DeviceLimit:
-    # 0 means "not limited" in the model. The library has no such value: its limit is then the
+    # 0 means "not limited" in a `Share`. The library has no such value: its limit is then the
     # GPU's whole memory.
     whole = any(share.memory_mib <= 0 for share in shares)
     memory = gpu.memory_mib if whole else sum(share.memory_mib for share in shares)
@@ -272,7 +275,7 @@ def _pci_order(gpu: Gpu) -> tuple[int, str, int]:
 
 
 def _cache_name(grant: str) -> str:
-    """``<uuid4>.cache``, always the same for the grant,
-    so that a restarted container finds the same name.
+    """``<uuid4>.cache``, always the same for ``grant``, the grant's unique name,
+    so that a restarted container finds the same file.
     """
     return f"{uuid.UUID(bytes=hashlib.sha256(grant.encode()).digest()[:16], version=4)}.cache"

@@ -27,6 +27,7 @@ MAGIC = 19_920_718
 _MAJOR, _MINOR = 1, 2
 _UUID_BYTES = 96
 
+# Offsets of the structure's fields, in bytes.
 _INITIALIZED = 0  # i32, then major and minor as u32
 _SEMAPHORE = 24
 _DEVICE_NUM = 56
@@ -34,6 +35,7 @@ _UUIDS = 64
 _LIMITS = 1_600
 _SM_LIMITS = 1_728
 _UTILIZATION_SWITCH = 2_008_900  # i32, then recent_kernel and priority
+# locked by a process while it finds out its PID on the host
 _SEMAPHORE_POSTINIT = 2_008_920
 
 # glibc's sem_t with value 1: a 64-bit value and waiter count, then the mark of a semaphore that

@@ -1,10 +1,11 @@
-"""Read a container's use of its devices from the bytes of its shared region:
-the other direction of `hami_region`.
+"""Read a container's use of its devices from the bytes of its shared region, which `hami_region`
+makes.
 
 The region belongs to the container, which may write anything into it, or cut the file short while
 it is read. So nothing here trusts a byte: whatever the content, the answer is a usage or a reason.
-Only the head and the slots in use (of HAMi-core, one for each process) are read, through a
-function, so that the reader of the file copies a few pages instead of keeping two megabytes mapped.
+Only the head (all that stands before the slots), a few fields behind the slots, and the slots in
+use (one for each process) are read, through a function, so that the reader of the file copies a few
+pages instead of keeping two megabytes mapped.
 Layouts: hami-core §2.1 to §2.3. Called by `runtime.container_usage`.
 """
 
@@ -34,8 +35,15 @@ _UUID = re.compile(rb"(?:GPU|MIG)-[0-9A-Fa-f-]{36}\0")
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """One device of a container: its place in the container's own order, bytes in use and allowed
-    (0: not limited), compute in percent.
+    """One device of a container, with what all its processes use of it together.
+
+    Attributes:
+        index: the device's place in the container's own order, from 0.
+        uuid: ``GPU-…`` or ``MIG-…``.
+        used_bytes: memory in use.
+        limit_bytes: the limit of memory; 0: not limited.
+        cores_percent: compute in use, in percent of the device.
+        cores_limit_percent: the limit of compute; 100: not limited.
     """
 
     index: int
@@ -53,7 +61,8 @@ class RegionUse(msgspec.Struct, frozen=True):
         last_kernel_at: unix seconds of the last kernel launch; 0 when there was none, or the layout
             does not say.
         processes: how many live processes have the library and this region open.
-        limits_cores: the library limits compute, by its switch.
+        limits_cores: whether the library enforces the limits of compute: the region's
+            ``utilization_switch``, with which HAMi's monitor turns the limiter off.
     """
 
     devices: tuple[DeviceUse, ...]
@@ -69,7 +78,23 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Offsets of what is read, in bytes; those within a slot count from its beginning."""
+    """Offsets and sizes of what is read, in bytes.
+
+    Attributes:
+        device_num: the number of devices.
+        uuids: their UUIDs, `_UUID_BYTES` each.
+        limits: their limits of memory.
+        sm_limits: their limits of compute.
+        slots: the first slot.
+        slot_size: of one slot.
+        used_total: within a slot: the process's use of memory of the first device.
+        used_size: from there to the same of the next device.
+        sm_used: within a slot: its use of compute of the first device, in percent.
+        sm_size: from there to the same of the next device.
+        status: within a slot: 0 when the slot's process has ended normally.
+        proc_num: the number of slots in use, and behind it ``utilization_switch``.
+        last_kernel_time: of the last kernel launch; None where the layout has none.
+    """
 
     device_num: int
     uuids: int
@@ -82,7 +107,7 @@ class _Layout(msgspec.Struct, frozen=True):
     sm_used: int
     sm_size: int
     status: int
-    proc_num: int  # followed by the switch of the limiter
+    proc_num: int
     last_kernel_time: int | None
 
 

@@ -75,7 +75,7 @@ class MpsView(msgspec.Struct, frozen=True):
         return bool(self.root) and not self.simulated
 
 
-IN_CONTAINER = MpsView()
+IN_CONTAINER = MpsView()  # the view of an agent that runs in its container
 
 
 class MpsOptions(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class DaemonPlan(msgspec.Struct, frozen=True):
     two equal plans are the same daemon.
 
     Attributes:
-        directory: the directory of its files, see `MpsOptions.directory`.
+        directory: the directory of its files, as the daemon sees it.
         pipe: the directory of its control pipe.
         devices: its GPUs, ordered by index.
         thread_percentage: the largest part of each GPU's compute for one client.
@@ -315,7 +315,8 @@ def mps_edits(
 def _limit_variables(
     replicas: dict[str, int], devices: Iterable[str], inventory: Inventory
 ) -> dict[str, str]:
-    """Return the variables with the container's own limits.
+    """Return the variables with the container's own limits. ``replicas`` has the number of shares
+    of each GPU, and ``devices`` a GPU for each share that the container gets.
 
     CUDA numbers the GPUs of a container from 0 in the node's order, whatever the order of
     ``devices``.

@@ -1,8 +1,8 @@
 """The isolation backends that put limits in force by a library that the operator delivers.
 
 The agent installs their libraries, keeps their containers' files from growing, removes them, and
-mounts slots for them, by iterating over `BACKENDS`; only the families that use a backend know it by
-its name.
+mounts slots (small file systems in memory) for them, by iterating over `BACKENDS`; only the
+families that use a backend know it by its name.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ VGPU_CONTROL = LibraryBackend(
     containers=vgpu_control.containers_directory,
     folders=vgpu_control.FOLDERS,
     allowed_size=vgpu_control.allowed_size,
-    marker=vgpu_control.SLOTS_VARIABLE,
+    marker=vgpu_control.SLOTS_VARIABLE,  # names its cards: the slots of the library's table
     decisive=vgpu_control.DECISIVE,
     directory_of_replaced=lambda host_directory: host_directory,
 )

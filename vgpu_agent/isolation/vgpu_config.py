@@ -90,8 +90,8 @@ class Owner(msgspec.Struct, frozen=True):
         pod: the pod's name.
         namespace: the pod's namespace.
         container: the container's name.
-        register_uuid: the UUID with which it registers, in addition to its names; empty where pods
-            have none.
+        register_uuid: a UUID of the pod's own for registering processes with the agent
+            (vgpu-manager §9); empty here: the names above identify the container.
         compatibility: how the library tells its processes from others (vgpu-manager §7.6).
         sm_watcher: the library takes the use of compute from the agent's samples.
         tracks_virtual_memory: the library keeps a record of spilled memory.
@@ -112,7 +112,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class ReadConfig(msgspec.Struct, frozen=True):
-    """The content of a ``vgpu.config``, as far as the check of limits needs it.
+    """The content of a ``vgpu.config``, as far as `runtime.control_usage` needs it to check limits.
 
     Attributes:
         pod_uid: of its container's pod.

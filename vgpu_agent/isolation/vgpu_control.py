@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 LIBRARY = "/etc/vgpu-manager/driver/libvgpu-control.so"
 PRELOAD = "/etc/ld.so.preload"
 CONFIG_DIRECTORY = "/etc/vgpu-manager/config"
+# the agent's samples of the use of compute
 WATCHER_DIRECTORY = "/etc/vgpu-manager/watcher"
+# the socket by which processes register with the agent, and the program that calls it
 REGISTRY_DIRECTORY = "/etc/vgpu-manager/registry"
 HOST_PROC = "/etc/vgpu-manager/.host_proc"
-# the paths are part of the library's contract
+# The paths are part of the library's contract. In the first there is a lock for each card.
 LOCK_DIRECTORY = "/tmp/.vgpu_lock"  # noqa: S108
 VMEM_DIRECTORY = "/tmp/.vmem_node"  # noqa: S108
 SM_NODE_DIRECTORY = "/tmp/.sm_node"  # noqa: S108
@@ -71,6 +73,9 @@ _TRUE = ("1", "true", "enabled")  # as the replaced plugin reads its switches (v
 # the UUIDs of the container's cards, each in its slot: its place in the library's tables, which is
 # its NVML index
 SLOTS_VARIABLE = "MANAGER_VISIBLE_DEVICES"
+# `VgpuControl.compatibility`; then whether the container's processes share one token bucket,
+# whether the library takes its samples of compute from the agent, and whether it records spilled
+# memory
 _MODE_VARIABLE = "MANAGER_COMPATIBILITY_MODE"
 _BUCKET_VARIABLE = "CUDA_SM_SHARED_BUCKET"
 _WATCHER_VARIABLE = "EXTERNAL_SM_WATCHER_ENABLED"
@@ -82,8 +87,8 @@ DECISIVE = frozenset(
 )
 _NO_CARD = "GPU-00000000-0000-0000-0000-000000000000"  # in all other slots
 
-# The UUID for registering, which no pod has: a container registers by its own names (vgpu-manager
-# §9).
+# Processes could register with the agent by a UUID of their pod. No pod has one here: they register
+# by the UID of the pod and the name of the container (vgpu-manager §9).
 REGISTER_UUID = ""
 
 # of `registry_directory`: its two files are reached by name, and nobody lists it
@@ -92,9 +97,10 @@ REGISTRY_MODE = 0o711
 # How the library tells the container's processes from others (vgpu-manager §7.6): each process
 # registers with the agent, or the library reads the host's /proc.
 CLIENT, HOST_PROC_MODE = "client", "host-proc"
+# the library's number for `CLIENT`, and the bits that are added for open kernel modules
 _COMPATIBILITY_CLIENT = 200
 _OPEN_KERNEL_MODULES = 100
-_ALL_CORES = 100
+_ALL_CORES = 100  # percent
 
 
 class ComputePolicy(enum.StrEnum):
@@ -211,7 +217,9 @@ class VgpuControl(msgspec.Struct, frozen=True):
 
     @property
     def compatibility(self) -> int:
-        """The library's way to tell the container's processes from others (vgpu-manager §7.6)."""
+        """The library's number for its way to tell the container's processes from others, and for
+        the kind of kernel modules (vgpu-manager §7.6).
+        """
         mode = _COMPATIBILITY_CLIENT if self.processes == CLIENT else self.cgroup_version
         return mode | _OPEN_KERNEL_MODULES if self.open_kernel_modules else mode
 
@@ -260,7 +268,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
                 HostFile(
                     f"{directory}/devices.json",
                     size=len(ids := devices_json(target.ids)),
-                    parts=((0, ids),),
+                    parts=((0, ids),),  # offset and content
                 ),
                 HostFile(
                     f"{directory}/{CONFIG_FILE}",
@@ -349,7 +357,9 @@ class VgpuControl(msgspec.Struct, frozen=True):
 
 
 def is_client(compatibility: int) -> bool:
-    """Tell whether a library in this mode registers every process with the agent."""
+    """Tell whether a library with this number (`VgpuControl.compatibility`) registers every process
+    with the agent.
+    """
     return compatibility in {_COMPATIBILITY_CLIENT, _COMPATIBILITY_CLIENT | _OPEN_KERNEL_MODULES}
 
 
@@ -398,7 +408,11 @@ def may_be_disabled(setting: str, target: ControlTarget) -> bool:
 def slot_limit(
     card: CardLimit, policy: ComputePolicy, *, memory_ratio: float = 1.0, oversold: bool = False
 ) -> SlotLimit:
-    """The limits of one card of a container, as the library obeys them (vgpu-manager §7.7)."""
+    """The limits of one card of a container, as the library obeys them (vgpu-manager §7.7).
+
+    The card's memory is offered ``memory_ratio`` times. With ``oversold`` the container may
+    allocate more than the card has; the rest lies in the host's memory.
+    """
     total = card.memory_mib << 20
     limited = policy is not ComputePolicy.NONE and 0 < card.cores_percent < _ALL_CORES
     balanced = limited and policy is ComputePolicy.BALANCE
@@ -407,9 +421,11 @@ def slot_limit(
         total_bytes=total,
         # as much as may lie in the card itself; the rest is spilled to the host's memory
         real_bytes=int(total / memory_ratio) if memory_ratio > 1 else total,
+        # percent of compute that the container always has, and that it may reach on an idle card
         hard_core=card.cores_percent,
         soft_core=card.card_cores_percent if balanced else card.cores_percent,
         core_limit=limited,
+        # `hard_core` is the limit even on an idle card
         hard_limit=limited and (not balanced or card.cores_percent >= card.card_cores_percent),
         memory_limit=not (memory_ratio == 1 and card.memory_mib == card.card_memory_mib),
         oversold=oversold or memory_ratio > 1,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # magic, version, used bytes, slots: the beginning of both tables of a container
 _HEAD = struct.Struct("<4I")
 _SLOTS_OFFSET = 128  # where the slots begin, one for each card
-MAX_PROCESSES = 1024
+MAX_PROCESSES = 1024  # for which a table of a slot has rows
 
 # -- vmem_node.config: memory that has spilled ----------------------------------------------------
 
@@ -32,7 +32,8 @@ VMEM_SIZE = 327_680
 VMEM_MAGIC, VMEM_VERSION, VMEM_USED = 0x564D4E44, 1, 262_400
 VMEM_SLOT_SIZE = 16_392
 VMEM_ROW = struct.Struct("<i4xQ")  # pid, bytes
-VMEM_COUNT, VMEM_LOCK = 16_384, 16_388  # within a slot; the lock is an OFD lock of that byte
+# offsets within a slot: of the number of rows, and of the byte that an OFD lock covers
+VMEM_COUNT, VMEM_LOCK = 16_384, 16_388
 
 # -- sm_node.config: the token bucket of kernel launches that a container's processes share --------
 
@@ -41,15 +42,17 @@ SM_NODE_MAGIC, SM_NODE_VERSION, SM_NODE_USED = 0x534D4E44, 3, 2176
 SM_NODE_SLOT_SIZE = 128
 # tokens, total, last refill (ns), share, last sample (ns); limit, cycle, free, others before,
 # cooldown, exclusive, streak, lost, throttled, own use, all use, processes, others, leader,
-# interval
+# interval. The agent reads only last sample, limit, own use, all use and processes; the others are
+# for the library's own control of launches.
 SM_NODE_SLOT = struct.Struct("<5q15i")
 
 # -- sm_util.config: the agent's samples of the use of compute ------------------------------------
 
 SM_UTIL_SIZE = 1_311_232
 SM_UTIL_SLOT_SIZE = 81_952
-# The other numbers are places within a slot. At "last seen" stands a time: readers leave out the
-# samples from before it.
+# The other numbers are offsets within a slot: of the samples and of their number, and of the
+# processes with a compute or a graphics context and of their numbers. At "last seen" stands a
+# time: readers leave out the samples from before it.
 SM_UTIL_SAMPLE = struct.Struct("<I4xQ4I")  # pid, time, compute, memory, encoder, decoder
 SM_UTIL_SAMPLES, SM_UTIL_SAMPLE_COUNT, SM_UTIL_LAST_SEEN = 0, 32_768, 32_776
 SM_UTIL_PROCESS = struct.Struct("<I4xQ2I")  # pid, bytes, GPU instance, compute instance
@@ -168,7 +171,9 @@ def read_sm_node(size: int, read: Callable[[int, int], bytes]) -> tuple[SmUse, .
 
 
 def _why_unreadable(size: int, read: Callable[[int, int], bytes], wanted: int, head: bytes) -> str:
-    """Explain why a file is no table of the layout; empty when it is one."""
+    """Explain why a file is no table of the layout: ``wanted`` bytes long, with the magic, version
+    and used bytes of ``head``; empty when it is one.
+    """
     if size != wanted:
         return f"it has {size} bytes instead of {wanted}"
     found, expected = _HEAD.unpack(read(0, _HEAD.size)), _HEAD.unpack(head)

@@ -1,11 +1,11 @@
 """The kubelet's checkpoint of device allocations. Only this file has the UID of a pod together with
 its device ids and the plugin's answer to ``Allocate``.
 
-`records` reads it at the agent's start, for each verification, and when a container is about to
-start. The agent never writes it (kubelet §9). The format is internal to the kubelet: the flat list
-of ids became a map by NUMA node in 1.20. Both forms are accepted, unknown keys are ignored, and
-anything else raises an error. The checksum is not checked, because it is computed from a dump of
-Go's data structures.
+`records` reads it at the agent's start, for each comparison of the ledger with the kubelet's
+records, and when a container is about to start. The agent never writes it (kubelet §9). The format
+is internal to the kubelet: the flat list of ids became a map by NUMA node in 1.20. Both forms are
+accepted, unknown keys are ignored, and anything else raises an error. The checksum is not checked,
+because it is computed from a dump of Go's data structures.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
 
     An init container and the regular container that gets its ids later both have an entry. The
     entry of an ended pod stays until the kubelet writes the file for another reason.
+
+    Attributes:
+        device_ids: the ids, as a flat list, or as number of a NUMA node → its ids.
+        alloc_resp: the plugin's answer in base64, see `answer`.
     """
 
     pod_uid: str
@@ -49,7 +53,8 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
     def ids(self) -> tuple[str, ...]:
         """Return all ids in the order of the file, without their NUMA nodes."""
         if isinstance(self.device_ids, dict):
-            # a fast path for the usual case, because one start reads this hundreds of times
+            # a fast path for the usual case, because one start of a container reads this hundreds
+            # of times
             if len(self.device_ids) == 1:
                 (only,) = self.device_ids.values()
                 return tuple(only or ())
@@ -58,7 +63,7 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
 
     @property
     def answer(self) -> bytes:
-        """Return the encoded ContainerAllocateResponse of the plugin.
+        """Return the encoded ContainerAllocateResponse of the plugin; empty if the file has none.
 
         Raises:
             CheckpointError: the stored text is not base64.
@@ -103,8 +108,9 @@ _ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | Non
 # waits for a reading. So reading stops at `_DEVICES`, and `_CLOSING` in its place completes the
 # JSON.
 _DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
-_PART_BYTES = 256 * 1024  # read by one call
-_MAX_PENDING_CLOSES = 8
+# read by one call, beyond the size of the last file's entries
+_PART_BYTES = 256 * 1024
+_MAX_PENDING_CLOSES = 8  # files that wait for the thread that closes them
 
 # Real files have less than 15 MB, most of it the list of all devices. Decoding takes several times
 # the size of the file for a moment, and the agent has 256 MiB. Many tiny or empty entries and ids
@@ -138,7 +144,8 @@ class _Buffer:
 
     State: the buffer, as large as the largest file since the last `release`, which one thread at a
     time uses; and the size of the entries in the last file. The next file has entries of about that
-    size, so they are read by one call: each further call releases the GIL.
+    size, so they are read by one call: each further call releases the GIL, and may then wait for
+    other threads to release it.
     """
 
     def __init__(self) -> None:
@@ -216,7 +223,7 @@ class _Buffer:
 
     def _end_of_entries(self, begin: int, end: int) -> int:
         """Return the position at which the list of all devices begins, in the part of the buffer
-        from ``begin`` to ``end``; -1 if it is not there.
+        from ``begin`` to ``end``, which was read last; -1 if it is not there.
 
         A JSON string cannot contain `_DEVICES`, because of the quotes, so the first match is right.
         The search begins near the end of the last file's entries, where a match is likely.
@@ -280,10 +287,10 @@ def parse_checkpoint(
     Args:
         content: the JSON text.
         name: the file's name, for errors.
-        is_wanted: see `read_checkpoint`.
+        is_wanted: tells whether to return the entries of a resource, given its name.
 
     Raises:
-        CheckpointError: see `read_checkpoint`.
+        CheckpointError: it cannot be decoded.
     """
     try:
         lines = _decoder.decode(content).data.pod_device_entries or ()

@@ -2,7 +2,8 @@
 
 The plugin servers work with ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Only this module
 uses the generated classes of messages, so another protobuf library means a change of one file. It
-reads input with `wire`, because the generated decoder accepts malformed bytes.
+reads input with `grpc.wire`, our own strict decoder, because the generated one accepts malformed
+bytes.
 
 Field numbers: kubelet §1 and §13.
 """
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
 
 API_VERSION = "v1beta1"
 EMPTY = b""  # a message without any field
-IDS_IN_A_PART = 4096
+IDS_IN_A_PART = 4096  # of a list that is encoded in parts, between which other calls are answered
 
 
 class PreferenceRequest(msgspec.Struct, frozen=True):
-    """The request for one container in GetPreferredAllocation."""
+    """The request for one container in GetPreferredAllocation: the ids to choose from, those that
+    must be among the chosen ones, and the number of ids to choose (``size``).
+    """
 
     available: tuple[str, ...]
     must_include: tuple[str, ...]
@@ -64,6 +67,7 @@ class DeviceListEncoder:
     def __init__(self) -> None:
         # by id, NUMA node and health
         self._encoded: dict[tuple[str, int | None, bool], bytes] = {}
+        # the bytes after the id, by NUMA node and health
         self._suffixes: dict[tuple[int | None, bool], bytes] = {}
 
     def encode(self, devices: Iterable[ListedDevice]) -> bytes:
@@ -77,7 +81,8 @@ class DeviceListEncoder:
         if isinstance(devices, NumberedList):
             for block, healthy in devices.blocks:
                 yield from self._block(block, healthy=healthy)
-            devices = devices.others  # of devices that are not offered any more, still held
+            # ids that containers still hold, of devices that are not offered any more
+            devices = devices.others
         part: list[bytes] = []
         for device in devices:
             key = (device.id.id, device.id.numa_node, device.healthy)
@@ -141,7 +146,7 @@ def check_budget(resource: Resource) -> None:
     problem = too_long(size)
     if not problem:
         return
-    if resource.ids_setting:
+    if resource.ids_setting:  # the setting that decides on the number of ids
         fewer = -(-size // device_ids.MESSAGE_BUDGET_BYTES)
         remedy = f"{resource.ids_setting}: change it so that there are {fewer} times fewer ids"
         raise OfferError({resource.name: f"{len(resource.ids)} ids {problem}; {remedy}"})

@@ -76,8 +76,8 @@ class DirectoryWatch:
         self._status = status
         self._status.directory = str(directory)
         self._woken = asyncio.Event()
-        self._changes = log.ChangeFilter()  # what was logged; `over` has it logged anew
-        self._known_kubelet: SocketIdentity | None = None
+        self._changes = log.ChangeFilter()  # what was logged and is not repeated; `over` forgets it
+        self._known_kubelet: SocketIdentity | None = None  # the last one that was seen
         self._missing_since: float | None = None  # loop time
 
     async def run(self, beat: Callable[[], None] = lambda: None) -> None:
@@ -117,6 +117,7 @@ class DirectoryWatch:
             return
         for candidate in (self.directory, *self.directory.parents):
             try:
+                # other files in the plugin directory, such as the checkpoint, are of no interest
                 inotify.watch(candidate, ending=_SOCKET if candidate == self.directory else "")
             except FileNotFoundError:
                 continue

@@ -1,9 +1,9 @@
 """The reader of the kubelet's pod-resources API, in which each id may have an entry of its own.
 
 A node that counts memory in ids has fifty thousand entries, 4 MB, in each answer, and nearly all of
-them are of resources that only schedulers count. Those are passed over: no objects are made, but
-each is checked to be an entry of that resource with that length. Called by `pod_resources`, in a
-thread. Message layout: kubelet §13.
+them are of resources that only schedulers count. Those are passed over: no objects are made, and
+each is only checked to have the beginning, with the resource, and the length of an earlier one.
+Called by `pod_resources`, in a thread. Message layout: kubelet §13.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _MAX_AT_ONCE = b"{1,1000}"
 
 
 class SeenNumbers:
-    """The `NumberedIds` of a resource that the kubelet has, one byte for each, and its other ids.
-    Numbered ids differ in their numbers only; there is one block of them for each device.
+    """The ids of a resource that the kubelet has: of `NumberedIds` one byte for each, 1 where the
+    kubelet has it, and its other ids. Numbered ids differ in their numbers only; there is one block
+    of them for each device.
 
     Attributes:
         unknown: ids that are not among ours, at most a thousand of them.
@@ -91,7 +92,7 @@ class SeenNumbers:
 def decode_pod_resources(
     response: bytes, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> tuple[Holding, ...]:
-    """Decode one answer, see `PodResourcesReader.read`."""
+    """Decode one answer: what each container holds of the resources that ``is_wanted`` accepts."""
     return PodResourcesReader(is_wanted).read(response)
 
 
@@ -99,7 +100,7 @@ class PodResourcesReader:
     """A reader of ListPodResourcesResponse, and of GetPodResourcesResponse,
     which has its one pod in the same field.
 
-    State: the forms of the entries read so far, so that the answers about one pod after the other
+    State: the kinds of entries read so far, so that the answers about one pod after the other
     are read quickly from the second on. It is dropped when it is full, and after an answer that
     makes no sense.
 
@@ -126,6 +127,7 @@ class PodResourcesReader:
                 for container in wire.messages(pod, 3):
                     found, rest = self._entries.walk(container)
                     owner = Owner(wire.to_text(rest.get(1, b"")), namespace=namespace, pod=name)
+                    # an entry with names that Kubernetes does not allow is skipped
                     if not found or not is_allowed_in_pod_resources(
                         namespace, name, owner.container
                     ):
@@ -145,8 +147,8 @@ class PodResourcesReader:
 def decode_allocatable(
     response: bytes, offered: Mapping[str, Sequence[DeviceId]]
 ) -> dict[str, frozenset[str] | SeenNumbers]:
-    """The healthy ids of each resource in ``offered``,
-    from AllocatableResourcesResponse (kubelet §13).
+    """The healthy ids of each resource in ``offered``, from AllocatableResourcesResponse
+    (kubelet §13); as `SeenNumbers` where the offered ones are numbered.
 
     Raises:
         KubeletError: the bytes are no such message.
@@ -199,14 +201,15 @@ class _Entries:
         # encoded name of a resource → the name if it is wanted, else ""
         self._names: dict[bytes, str] = {}
         self._kinds: set[tuple[bytes, int]] = set()
-        self._run: re.Pattern[bytes] | None = None
+        self._run: re.Pattern[bytes] | None = None  # a run of entries to pass over
         self._singles: dict[bytes, str] = {}  # pattern of a wanted entry with one id → its resource
+        # one entry of these patterns, and a run of them
         self._single: re.Pattern[bytes] | None = None
         self._single_run: re.Pattern[bytes] | None = None
 
     @property
     def full(self) -> bool:
-        """Tell whether it has no room for further forms of entries."""
+        """Tell whether it has no place for further kinds of entries."""
         return max(len(self._kinds), len(self._singles), len(self._names)) >= _MAX_KINDS
 
     def walk(
@@ -260,7 +263,9 @@ class _Entries:
         return self._names[encoded]
 
     def _learn(self, element: bytes, entry: bytes) -> None:
-        """Pass over entries from now on that begin like ``element``, and are as long."""
+        """Pass over entries from now on that begin like ``element``, and are as long. ``entry`` is
+        its content, without the field's tag and length.
+        """
         number, _, name, following = wire.read_field(entry, 0) if entry else (0, 0, 0, 0)
         if number != 1 or isinstance(name, int) or len(self._kinds) >= _MAX_KINDS:
             return

@@ -30,7 +30,7 @@ _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = (
 )
 _MASK = _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
 
-# struct inotify_event: watch, mask, cookie, length of the name that follows
+# struct inotify_event: number of the watch, mask, cookie, length of the name that follows
 _EVENT = struct.Struct("iIII")
 _READ_AT_ONCE = 16 * 1024  # an event has 272 bytes at most; the rest causes another wake-up
 
@@ -50,7 +50,7 @@ class Inotify:
         self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._descriptor < 0:
             raise _error("inotify_init1")
-        self._watch = -1
+        self._watch = -1  # the kernel's number of the watch; -1 while there is none
         self._ending = b""
         asyncio.get_running_loop().add_reader(self._descriptor, self._readable)
 
@@ -79,7 +79,7 @@ class Inotify:
         self._ending = os.fsencode(ending)
 
     def close(self) -> None:
-        """Give the instance back to the kernel."""
+        """Stop watching, and close the inotify descriptor."""
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
 

@@ -47,7 +47,9 @@ class Backend(Protocol):
         """The revision of the lists; it advances whenever one may have changed."""
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
-        """List all offered ids, and ids of lost devices that containers still hold."""
+        """List all offered ids, and the ids of lost devices (gone or faulty, and not offered any
+        more) that containers still hold.
+        """
 
     def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
@@ -84,14 +86,16 @@ class SentList(msgspec.Struct, frozen=True):
         return [device.id for device in self.devices]
 
     def differences(self, listed: frozenset[str] | SeenNumbers) -> tuple[int, Collection[str]]:
-        """Compare with the ids that the kubelet lists: the number of healthy ids that it lacks,
-        and the ids that were never sent to it. `SeenNumbers` is the compact form of ``listed``.
+        """Compare with the ids that the kubelet lists in GetAllocatableResources: the number of
+        healthy ids that it lacks, and the ids that were never sent to it. `SeenNumbers` is the
+        compact form of ``listed`` where numbered ids were sent.
         """
         if isinstance(listed, SeenNumbers) and isinstance(self.devices, NumberedList):
+            # a block: the numbered ids of one device, which are all healthy or none
             missing = sum(
                 listed.count_missing(block) for block, healthy in self.devices.blocks if healthy
             )
-            # `others`: the held ids of lost devices
+            # `unknown`: listed ids of no block; `others`: the held ids of lost devices
             return missing, listed.unknown - {device.id.id for device in self.devices.others}
         ids = listed if isinstance(listed, frozenset) else frozenset[str]()
         healthy = {device.id.id for device in self.devices if device.healthy}
@@ -99,7 +103,8 @@ class SentList(msgspec.Struct, frozen=True):
 
 
 class PluginService:
-    """The answers to the kubelet for one resource on one server instance.
+    """The answers to the kubelet for one resource on one server instance: each time that the agent
+    has to register again, it serves on a new one.
 
     State: the number of open streams, and `PluginStatus`, which outlives the instance. Two streams
     may be open at once (kubelet V5), so each remembers the list that it sent last. They share only
@@ -121,11 +126,12 @@ class PluginService:
         Args:
             resource: the served resource.
             backend: knows its devices.
-            status: kept up to date.
+            status: the state and the counts of the plugin, for pages and metrics; kept up to date.
             coalesce_seconds: how long changes of the list are collected into one message.
             pre_start_required: overrides the resource's own setting: a stopping agent registers
                 without it, so that the kubelet can restart containers meanwhile.
-            lists_revision: advanced with each list that is sent, and with the end of each stream.
+            lists_revision: advanced with each list that is sent, and with the end of each stream,
+                for those who wait for either.
         """
         self._resource = resource
         self._backend = backend
@@ -141,10 +147,11 @@ class PluginService:
         self._sent: tuple[Sequence[ListedDevice], float] | None = None
         self._lists_revision = lists_revision
         self.activity = Revision()  # advances when a stream opens, sends a list, or ends
-        self.options_asked = 0
+        # counts of this instance, from which `server` knows what the kubelet has done so far
+        self.options_asked = 0  # GetDevicePluginOptions
         self.streams_opened = 0
         self.lists_sent = 0
-        self._kept = False
+        self._kept = False  # the kubelet keeps the last list when its stream ends (`keep_list`)
 
     @property
     def unary_methods(self) -> Mapping[str, UnaryMethod]:

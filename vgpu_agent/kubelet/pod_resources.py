@@ -159,10 +159,11 @@ class PodResources:
         self._backoff = Backoff(_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         self._no_call_before = 0.0
         self._get_refused_until = 0.0  # the kubelet has refused a Get, and would refuse a List, too
-        self._refusal = ""
+        self._refusal = ""  # the message for calls before `_no_call_before`
         self._get_limiter = RateLimiter(_GETS_AT_ONCE, _GETS_A_SECOND, clock)
         self._socket_without_get: tuple[int, int, int] | None = None
-        # of Get; kept, because it reads an entry of a known form faster
+        # of Get; kept, because it reads an entry faster if it has read one of the same resource and
+        # length before
         self._reader: PodResourcesReader | None = None
         self.lists_answered = self.gets_answered = 0
 
@@ -236,8 +237,9 @@ class PodResources:
         self, offered: Mapping[str, Sequence[DeviceId]]
     ) -> dict[str, frozenset[str] | SeenNumbers]:
         """List the healthy ids of each ``offered`` resource as the kubelet has them, held or free:
-        the result of the lists that the agent sent. Where our ids differ in a number only
-        (`NumberedIds`), the healthy ones are `SeenNumbers`, with one byte for each.
+        the result of the lists that the agent sent. ``offered`` has the ids that the agent offers,
+        by resource. Where these differ in a number only, many for each device (`NumberedIds`), the
+        healthy ones are marked in one byte for each (`SeenNumbers`) and not returned as texts.
 
         Raises:
             AllocatableUnsupportedError: this kubelet does not report them.

@@ -146,7 +146,7 @@ def _with_uid(holding: Holding, uids: dict[tuple[str, str, str], set[str]]) -> H
 
 def _of_checkpoint_alone(entries: Iterable[CheckpointEntry]) -> tuple[Holding, ...]:
     """List each id once. The file does not show which of two holders is the init container,
-    so the larger entry comes first.
+    so the larger entry comes first and keeps the ids that both have.
     """
     holdings = []
     taken: set[tuple[str, str]] = set()

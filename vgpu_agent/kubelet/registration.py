@@ -24,8 +24,9 @@ _METHOD = "/v1beta1.Registration/Register"
 _SHORTEST_PAUSE_SECONDS = 0.01
 _PAUSE_FRACTION = 0.2
 
-# The kubelet has no status codes for its refusals; it has used these words since the API exists
-# (pkg/kubelet/cm/devicemanager: errUnsupportedVersion, errInvalidResourceName).
+# Texts in errors of Register that mean a refusal for good. The kubelet has no status codes for
+# them; it has used these words for as long as the API has existed (pkg/kubelet/cm/devicemanager:
+# errUnsupportedVersion, errInvalidResourceName).
 _FINAL_WORDS = ("is not supported by kubelet", "the resourcename")
 
 
@@ -46,10 +47,12 @@ async def register(
     on_connected: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Announce that ``resource`` is served on the socket ``endpoint``,
-    a base name beside the kubelet's socket.
+    the name of a file in the directory of the kubelet's socket.
 
-    ``on_connected`` is awaited once a kubelet has accepted the connection, and may raise. With
-    ``offers_preference`` the kubelet is to ask which ids suit best (GetPreferredAllocation).
+    ``on_connected`` is awaited once a kubelet has accepted the connection. If it raises, the
+    resource is not registered. With ``pre_start_required`` the kubelet is to call PreStartContainer
+    before each start, and with ``offers_preference`` to ask which ids suit best
+    (GetPreferredAllocation).
 
     Raises:
         RegistrationRefusedError: the kubelet refuses this API version or this resource name for
@@ -95,6 +98,9 @@ class ListenBackoff:
     listen is noticed after that fraction, and a dead one costs few checks.
 
     State: when the waiting began, on the event loop's clock.
+
+    Args:
+        maximum: the longest pause.
     """
 
     def __init__(self, maximum: float) -> None:

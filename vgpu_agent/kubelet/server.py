@@ -64,8 +64,9 @@ LIMITS = Limits(connections=8, streams=4, request_bytes=16 * 1024 * 1024)
 class DevicePlugin:
     """One resource, offered to the kubelet for as long as `run` runs.
 
-    Its ids may come and go meanwhile: the list is the backend's. Only pre-start is fixed, because a
-    registration states it once. A resource whose pre-start changes is a new `DevicePlugin`.
+    Its ids may come and go meanwhile: the list is that of the backend, the agent behind this server
+    (`plugin.Backend`). Only pre-start is fixed, because a registration states it once. A resource
+    whose pre-start changes is a new `DevicePlugin`.
 
     State: the server instance of the current round. `status` outlives rounds and is read by `web`.
     """
@@ -80,7 +81,8 @@ class DevicePlugin:
         may_register: asyncio.Event | None = None,
     ) -> None:
         """Build it; ``lists_revision`` is advanced with each list that the kubelet is sent,
-        and with the end of each stream. Registrations wait for ``may_register``.
+        and with the end of each stream. Registrations wait for ``may_register``, which is set when
+        an earlier agent has let go of the node.
         """
         self.resource = resource
         self.status = PluginStatus(resource.name, resource.family)

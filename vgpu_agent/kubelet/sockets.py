@@ -2,9 +2,10 @@
 
 Functions that access files are called through ``asyncio.to_thread``, because the file system may be
 slow or gone. No path is used twice: when the stream of an old registration ends, the kubelet may
-end the client of a new registration on the same path (kubelet §3). So each server instance gets a
-unique name. It contains a random token and not the process id, because that is 1 in every
-container. Used by `directory` and `server`, and by `agent` for the age of the kubelet's socket.
+end the client of a new registration on the same path (kubelet §3). So each plugin server gets a
+unique name, also when it is made anew for the same resource. It contains a random token and not the
+process id, because that is 1 in every container. Used by `directory` and `server`, and by `agent`
+for the age of the kubelet's socket.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ KUBELET_SOCKET = "kubelet.sock"
 
 _MAX_SLUG_LENGTH = 24
 
-# identifies this process; the counter identifies its server instances
+# identifies this process; the counter identifies its plugin servers
 _PROCESS_TOKEN = secrets.token_hex(3)
 _instances = itertools.count(1)
 _OUR_NAMES = re.compile(r"\Avgpu-agent-.+-[0-9a-f]{6}-[0-9]+\.sock\Z")
 
 
 def new_socket_name(resource: str) -> str:
-    """Return a file name that no server instance has had.
+    """Return a file name that no plugin server has had.
 
     An example for ``nvidia.com/gpu.shared`` is ``vgpu-agent-gpu.shared-4f1c2a-1.sock``.
     """
@@ -61,7 +62,7 @@ def remove_stale_sockets(directory: Path) -> list[str]:
     removed = []
     for path in _previous_sockets(directory):
         if _has_no_listener(path):
-            remove(path)  # no other socket gets this name meanwhile, see `new_socket_name`
+            remove(path)  # no other socket can have got this name meanwhile: all names are unique
             removed.append(path.name)
     return removed
 

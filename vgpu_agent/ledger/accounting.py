@@ -1,8 +1,9 @@
 """The ledger's sums: what is booked of each device, what is left, and what must never be.
 
-Pure functions on devices, resources and grants, called by `book` for every change and every audit.
-A grant counts for a resource when both belong to one family. Where ids name devices, it must also
-have been made under the present settings; older ones are not subject to the present limits.
+Pure functions on devices, resources and grants, called by `book` for every change and every audit
+(a check of the whole ledger). A grant counts for a resource when both belong to one family. Where
+ids name devices, all its ids must also be offered under the present settings; a grant from before
+is not subject to the present limits.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be granted now
-    (health, or gone), ``divided`` is MIG mode.
+    """A GPU or a MIG instance in the ledger; ``gpu`` is the UUID of its GPU, ``trouble`` is why it
+    must not be granted now (health, or gone), ``divided`` is MIG mode.
     """
 
     uuid: str
@@ -38,6 +39,8 @@ class Usage(msgspec.Struct):
     """The amounts booked by the grants that count for one resource, by device.
 
     Attributes:
+        holders: the number of the resource's held ids where ids name devices, else of shares.
+        exclusive: the number of exclusive shares.
         firm_cores_percent: of grants that no scheduler decided, and that therefore never exceed the
             device.
         firm_holders: likewise; only counted where the pod decides.

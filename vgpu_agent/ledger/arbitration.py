@@ -51,13 +51,16 @@ class Arbitration:
         self._devices: Mapping[str, Device] = {}
         self.claims: tuple[Claim, ...] = ()
         self.oldest_claims: Mapping[str, Claim] = {}
+        # families that offer something and start containers
         self._active_families: frozenset[str] = frozenset()
+        # families whose resources are not offered to the kubelet at the moment, so they get no turn
         self._withheld_families: frozenset[str] = frozenset()
         self._reset()
         # a cache: version of the offers and devices that it is for, GPUs by family
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = (
             None
         )
+        # a cache: number of a grant → its shares, and the family and GPUs that follow from them
         self._gpus_of_grants: dict[int, tuple[Sequence[Share], tuple[str, frozenset[str]]]] = {}
 
     def _reset(self) -> None:
@@ -102,10 +105,10 @@ class Arbitration:
 
         Args:
             devices: of the ledger, from now on.
-            number: the number of the round of withdrawals, if this begins one; see
-                `note_written_counts`.
+            number: the number of the round, if this begins one: of the withdrawals that begin with
+                this change of the ledger.
             holders_unknown: it is not known which family has which GPU.
-            listed: the kubelet has been sent a list of ids.
+            listed: the kubelet has been sent a list of ids; before, no withdrawal is needed.
 
         Returns:
             Whether a family is offered less than before because of another one.
@@ -173,8 +176,8 @@ class Arbitration:
         return why_kept(gpu, family, self.oldest_claims)
 
     def why_waits(self, gpu: str, family: str) -> str:
-        """Explain why ``family`` is not offered ``gpu`` although it may have it;
-        empty when it is.
+        """Explain why ``family`` is not offered ``gpu`` although no other family has or claims it:
+        because of turns, or because the GPU is drained; empty when it is offered.
         """
         return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
 
@@ -208,7 +211,7 @@ class Arbitration:
                 known = (
                     device
                     for uuid in self._offers.devices(resource)
-                    if uuid not in resource.withheld  # listed, and never granted
+                    if uuid not in resource.withheld  # devices that are listed, and never granted
                     if (device := self._devices.get(uuid))
                 )
                 gpus.setdefault(resource.family, set()).update(
@@ -229,7 +232,9 @@ class Arbitration:
 
     @property
     def _able_families(self) -> frozenset[str]:
-        """Return the families whose pods can start now."""
+        """Return the families whose pods can start now: the active ones whose resources are offered
+        to the kubelet.
+        """
         return self._active_families - self._withheld_families
 
     def _gpu_of(self, device: str) -> str:
@@ -243,6 +248,7 @@ class Arbitration:
             if resource.decided_by is not Decider.NOBODY and resource.family in self._able_families
             for device in self._offers.devices(resource)
             if (known := self._devices.get(device)) is not None and known.gpu == gpu
+            # `own_trouble`: why nothing of the device is granted even if it is free
             if not availability.own_trouble(device, resource, self._devices, self._cordons)
         )
         return list(dict.fromkeys(able))

@@ -1,7 +1,8 @@
 """The reasons against granting a device through a resource now:
 its health, a cordon, a holder through another resource, or a claim.
 
-`book` asks before each list and each booking. Pure functions of the ledger's state.
+The module `book` asks before it reports devices to the kubelet or to schedulers, and before each
+booking. Pure functions of the ledger's state.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class Context(NamedTuple):
         devices: by UUID.
         cordons: of devices and of whole GPUs.
         grants: those that are `in_the_way` of the resource in question.
-        offers_all_of: whether a grant was made under the present settings.
-        claims: GPU → the oldest claim on it; none where claims do not count.
+        offers_all_of: whether all ids of a grant are still offered; not so after a change of
+            settings.
+        claims: GPU → the oldest claim on it; empty where the caller disregards claims.
         why_waits: GPU, family → why another family is offered the GPU first; empty where none is,
-            or where turns do not count.
-        still_at_kubelet: GPU, family → whether the kubelet may still grant to the family what
-            schedulers no longer see; always False in answers that are not for the kubelet.
+            or where the caller disregards turns.
+        still_at_kubelet: GPU, family → whether the kubelet may still give the GPU to pods of the
+            family, although schedulers are told that it is not available to them (a withdrawal
+            takes a moment); always False in answers that are not for the kubelet.
     """
 
     devices: Mapping[str, Device]
@@ -129,8 +132,8 @@ def _kept(gpu: str, resource: Resource, known: Context) -> str:
 def strangers(
     shares: Iterable[Share], offered: Collection[str], devices: Mapping[str, Device]
 ) -> list[str]:
-    """Devices of ``shares`` that are neither among ``offered`` nor a MIG instance of one
-    that is.
+    """Devices of ``shares`` that a resource does not offer: neither among ``offered``, the UUIDs
+    that it offers, nor a MIG instance of one that is.
     """
     gpus = {
         share.device: devices[share.device].gpu if share.device in devices else share.device

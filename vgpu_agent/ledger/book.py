@@ -82,7 +82,8 @@ class Ledger:
         """Make an empty ledger.
 
         Args:
-            clock: seconds that only grow; it decides when a reservation is too old.
+            clock: seconds that only grow; it decides when a reservation is too old, a grant whose
+                container the kubelet has not named yet.
             wall_clock: unix seconds, for what is shown.
         """
         self.revision = Revision()
@@ -94,6 +95,7 @@ class Ledger:
         self._offers = Offers()
         self._grants = Grants(self._offers)
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
+        # decides to which families a GPU is offered, where several could have it
         self._arbitration = Arbitration(self._offers, self._grants, self._cordons, clock)
         self._listed = False  # whether the kubelet was given a list of ids (`listing`)
         self._passes = 0  # readings of the kubelet's records so far
@@ -151,7 +153,7 @@ class Ledger:
 
     def cordon(self, device: str, reason: str, *, by: str = "") -> None:
         """Give nothing of ``device`` to new containers until ``by`` lifts this;
-        its holders keep it.
+        its holders keep it. ``by`` names the part of the agent that asks; each has its own cordon.
         """
         self._cordons.set(device, by, reason)
         self._changed()
@@ -167,9 +169,9 @@ class Ledger:
             self._changed()
 
     def end_turns(self) -> None:
-        """Offer each GPU whose turn is over to the next family, or to all, and end withdrawals that
-        are due; see `turn_ends_in_seconds`. In a withdrawal the kubelet still has ids that
-        schedulers are no longer to know of.
+        """Offer each GPU whose turn is over to the next family, or to all, and end the withdrawals
+        whose time is over. In a withdrawal the kubelet still has ids that schedulers are no longer
+        to know of.
         """
         if self._arbitration.move_on():
             self._changed()
@@ -323,11 +325,12 @@ class Ledger:
         Raises:
             UnknownDeviceError: the resource is not offered.
         """
+        # `holding`: GPU of which something is held → the family that has it
         resource, holding = self.resource(name), self._arbitration.families_by_gpu()
         held, trouble = self._grants.holder.get(name, {}), self._troubles(resource, turns=False)
         serving, free = dict[str, int](), dict[str, int]()
         for device in self._offers.devices(resource):
-            if self.gpu_of(device) not in holding:
+            if self.gpu_of(device) not in holding:  # a free GPU: only its own faults count
                 trouble[device] = availability.own_trouble(
                     device, resource, self._devices, self._cordons
                 )
@@ -482,7 +485,7 @@ class Ledger:
         """
         resource = self.resource(name)
         by_ids = resource.decided_by is Decider.IDS
-        behind: dict[str, str] = {}
+        behind: dict[str, str] = {}  # device → the first of ``ids`` that stands for it
         for id_ in ids:
             if (device := self._offers.device(name, id_)) is None:
                 raise UnknownDeviceError(f"invalid request: unknown device: {id_}")
@@ -576,6 +579,7 @@ class Ledger:
             may_overcommit=may_overcommit,
             found=same is not None and same.found,  # in the kubelet's records
         )
+        # the ledger has these very shares for this container already
         known = (
             same is not None and same.shares == decided.shares and same.decided_for == decided_for
         )
@@ -677,11 +681,11 @@ class Ledger:
         """Bring the ledger in line with the kubelet's records.
 
         Args:
-            records: the kubelet's records; when incomplete, they may add and name but never take
-                away.
+            records: the kubelet's records; when incomplete, they may add grants and name owners,
+                and never release a grant.
             interpret: what a holding means, None when its resource is not ours or is only there to
                 be counted.
-            reservation_seconds: how long a reservation may stay unconfirmed.
+            reservation_seconds: how long a reservation may stay that no records have shown.
             newest: `newest` from before the records were read; they do not cover ids that were
                 booked since.
             initial: the ledger is being rebuilt, so it is no drift to adopt a grant, that is to
@@ -721,6 +725,7 @@ class Ledger:
             not self.rebuilt and (initial or self._holders_unknown),
         )
         if corrections:
+            # devices that the records show as held, and NVML no longer: entered as not available
             self._devices |= gone(
                 self._grants.held_devices() - self._devices.keys(), self.mig_instances
             )
@@ -739,8 +744,8 @@ class Ledger:
         turns: bool = True,
         at_kubelet: bool = False,
     ) -> dict[str, str]:
-        """Explain why nothing of ``devices``, or of all that ``resource`` offers, may be granted
-        now; empty when it may, in order.
+        """Return device → why nothing of it may be granted now, or empty when it may; for
+        ``devices``, or for all that ``resource`` offers, in their order.
 
         Without ``claims``, claims of pods do not count. Without ``turns``, turns of other families
         do not count. With ``at_kubelet`` a device counts as available for a moment longer than
@@ -828,8 +833,8 @@ class Ledger:
     def _still_open(self, holders: set[int], ids: set[str], *, covering: bool) -> Grant | None:
         """Return the open reservation of these ids, whose holder is not named yet.
 
-        Where the pod decides, an init container's reservation also covers the containers that take
-        over some of its ids.
+        Where the pod decides (``covering``), an init container's reservation also covers the
+        containers that take over some of its ids.
         """
         grant = self._grants.by_number[next(iter(holders))] if len(holders) == 1 else None
         if (
@@ -850,6 +855,7 @@ class Ledger:
         return accounting.usage(resource, self._grants.by_number.values(), self._offers.device)
 
     def _changed(self) -> None:
+        # the second argument numbers the withdrawals that begin with this change
         if self._arbitration.follow(
             self._devices,
             self.withdrawn.value + 1,

@@ -56,7 +56,7 @@ def in_order(claims: Iterable[Claim]) -> tuple[Claim, ...]:
 
 
 def oldest_by_gpu(claims: Iterable[Claim]) -> dict[str, Claim]:
-    """GPU → the oldest claim on it; ``claims`` are in order."""
+    """UUID of a GPU → the oldest claim on it; ``claims`` are sorted by `in_order`."""
     oldest: dict[str, Claim] = {}
     for claim in claims:
         oldest.setdefault(claim.gpu, claim)
@@ -65,7 +65,7 @@ def oldest_by_gpu(claims: Iterable[Claim]) -> dict[str, Claim]:
 
 def why_kept(gpu: str, family: str, oldest: Mapping[str, Claim]) -> str:
     """Explain why ``family`` gets no new share of ``gpu`` although nothing else bars it;
-    empty when it may.
+    empty when it may get one. ``oldest`` is the result of `oldest_by_gpu`.
     """
     claim = oldest.get(gpu)
     if claim is None or claim.family == family:

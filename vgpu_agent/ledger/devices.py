@@ -1,8 +1,8 @@
 """The devices of an inventory as the ledger keeps them,
-each with its GPU and the reason why it must not be granted.
+each with its GPU and its *trouble*: the reason why it must not be granted now, empty for none.
 
-Called by `book` for each inventory that `gpu` publishes, and when holders become known. There is no
-state here.
+Called by `ledger.book` for each inventory that `gpu` publishes, and when the kubelet's records have
+shown new holders. There is no state here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.model import Gpu, Inventory, MigInstance
 
-# Enough for 8 GPUs that are divided a dozen times. Beyond that, the oldest instances without a
-# holder are forgotten.
+# Enough for 8 GPUs that are divided a dozen times, into up to 7 instances each time. Beyond that,
+# the oldest instances without a holder are forgotten.
 _MAX_INSTANCES_KNOWN = 1000
 
 
@@ -55,7 +55,9 @@ def devices_of(inventory: Inventory) -> dict[str, Device]:
 
 
 def gone(uuids: Iterable[str], known: Mapping[str, Device]) -> dict[str, Device]:
-    """Return those of ``uuids`` that ``known`` contains, as devices that are gone."""
+    """Return those of ``uuids`` that ``known`` contains, as devices that are gone; by UUID, as in
+    ``known``.
+    """
     return {
         uuid: msgspec.structs.replace(known[uuid], trouble="the device is gone")
         for uuid in uuids
@@ -73,11 +75,12 @@ def with_gone(
     """Return the new devices of the ledger: ``seen``, and those of ``held`` that are gone.
 
     Args:
-        seen: the devices of the newest inventory.
-        before: the devices of the ledger until now.
-        mig_instances: the MIG instances of earlier inventories. This adds those of ``seen``, and
-            drops the oldest that are neither in ``seen`` nor held, if there are too many.
-        held: devices that have a holder.
+        seen: the devices of the newest inventory, by UUID.
+        before: the devices of the ledger until now, by UUID.
+        mig_instances: the MIG instances of earlier inventories, which tell the GPU of one that is
+            gone. The function adds those of ``seen``, and drops the oldest that are neither in
+            ``seen`` nor held, if there are too many.
+        held: the UUIDs of devices that have a holder.
     """
     for device in seen.values():
         if device.uuid != device.gpu:

@@ -1,15 +1,16 @@
-"""A GPU that gives its family nothing new for a while,
-so that it becomes free and another family gets its turn.
+"""A drained GPU: one that gives its family nothing new for a while, so that it becomes free and
+another family gets its turn. Pods that run on it stay until they end.
 
 A family with a steady stream of short pods never returns a GPU, because each share that ends is
 taken by the next pod. Pods that no scheduler can place are not visible on the node. The evidence
 that such pods wait is a family that had pods here lately and has none now. When many pods of other
 families have ended since then, the GPU on which pods end fastest is drained. When it is free, it is
-offered to one family after the other (its round, see `turns`), and its own family comes last.
+offered to one family after the other, each alone for a while (`turns`), and its own family comes
+last.
 
-One GPU is drained at a time. If it is not free after as many further ends, a pod on it runs for
-long, and the next GPU is drained instead. `arbitration` holds one `Drains` and reports every change
-to it.
+One GPU is drained at a time. If it is not free after as many more pods have ended, a pod on it
+runs for long, and the next GPU is drained instead. `arbitration` holds one `Drains` and reports
+every change to it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Drains:
         families: Collection[str],
         offered: Callable[[], Collection[str]],
     ) -> None:
-        """Take note of a change.
+        """Take note of a change of the grants, and choose the GPU to drain anew if that is due.
 
         Args:
             held: the grants that have shares, by number.
@@ -88,6 +89,7 @@ class Drains:
         self._choose(serves, {family for family in absent if self._waits(family)})
 
     def _waits(self, family: str) -> bool:
+        """Tell whether pods of the family may wait for a GPU that others keep."""
         recent = self._clock() - self._left_at.get(family, -math.inf) <= RECENT_SECONDS
         return recent and self._ends_of_others[family] >= ENDS_BEFORE_A_DRAIN
 

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 # has ended: its shares have passed to a later container of the pod, together with ids.
 HANDED_ON = ("handed on to a container that came after",)
 
-Saved = dict[int, Grant]
+Saved = dict[int, Grant]  # number of a grant → the grant
 
 
 class Grants:
     """All grants that are not released.
 
     State: the grants, the index of their ids, and how often in a row the kubelet's records did not
-    know a grant (`misses`). One container can hold thousands of ids, so frequent answers about
-    them are cached for each grant.
+    know a grant (`misses`, by its number). One container can hold thousands of ids, so frequent
+    answers about them are cached for each grant.
     """
 
     def __init__(self, offers: Offers) -> None:
@@ -41,7 +41,7 @@ class Grants:
         # Resource → id → number of its grant. A resource that was renamed keeps its ids, and the
         # kubelet may give them again under the new name.
         self.holder: dict[str, dict[str, int]] = {}
-        # grant → offers' version, its ids, those not offered
+        # number of a grant → (version of the offers, its ids, those of them that are not offered)
         self._foreign: dict[int, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}
         self.misses: collections.Counter[int] = collections.Counter()
         self.last_number = 0
@@ -56,7 +56,7 @@ class Grants:
         return dict(self.by_number)
 
     def restore(self, saved: Saved) -> None:
-        """Go back to what `saved` returned."""
+        """Go back to what `saved` returned, because a later change broke a rule of the ledger."""
         self.by_number, self.holder = saved, {}
         for grant in saved.values():
             self._index(grant)
@@ -67,6 +67,7 @@ class Grants:
         """
         if device := self._offers.device(grant.resource, id_):
             return device
+        # an id that names its device begins with the device's UUID
         devices = [share.device for share in grant.shares]
         return next(
             (device for device in devices if id_.startswith(device)), devices[0] if devices else ""
@@ -127,6 +128,7 @@ class Grants:
         """Take its shares from grant ``number``, whose container has ended; its ids stay with its
         pod. Unknown numbers are allowed.
         """
+        # `RESERVED`: booked, and no container has its shares
         if grant := self.by_number.get(number):
             self.by_number[number] = msgspec.structs.replace(
                 grant, shares=(), decided_for=None, state=GrantState.RESERVED, evidence=HANDED_ON

@@ -1,5 +1,5 @@
 """The offers of this node: resources by name, and the device behind each id.
-Kept by `book`, which alone changes it.
+Kept by `book`, the module of the ledger itself, which alone changes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, s
 
 
 def _common(few: Sequence[DeviceId], many: Sequence[DeviceId]) -> str | None:
-    if not isinstance(many, NumberedIds):  # those are kept as one block for each device
+    # `NumberedIds` are kept as one block for each device: a prefix, and how many numbers follow it
+    if not isinstance(many, NumberedIds):
         known = {entry.id for entry in many}
         return next((entry.id for entry in few if entry.id in known), None)
     if not isinstance(few, NumberedIds):
@@ -62,14 +63,16 @@ class Offers:
     def __init__(self) -> None:
         self.by_name: dict[str, Resource] = {}
         self.in_order: tuple[Resource, ...] = ()  # by name
-        # where the pod decides: the widest limits under which some of today's grants were made
+        # resource name → the resource with the widest limits under which some of today's grants
+        # were made; only where the pod decides what a container gets
         self._wider: dict[str, Resource] = {}
         self.version = 0  # advances when what is offered has changed
         self._devices: dict[str, dict[str, str]] = {}  # resource → id → device
 
     def replace(self, resources: Iterable[Resource], held: Collection[str] = ()) -> bool:
         """Offer exactly ``resources`` from now on; tell whether that changed anything. For the
-        resource names in ``held``, those with grants, wider limits of before are remembered.
+        resource names in ``held``, those with grants, wider limits that applied before are
+        remembered (`at_its_widest`).
 
         Raises:
             ValueError: a name, or within one family an id (kubelet V17), is offered twice, see
@@ -119,7 +122,7 @@ class Offers:
 
     def at_its_widest(self, resource: Resource) -> Resource:
         """``resource`` with the widest limits under which any of its grants may have been made,
-        so that narrower settings do not make these grants unsound.
+        so that grants which exceed narrower settings of today do not count as an error.
         """
         wider = self._wider.get(resource.name)
         if wider is None:

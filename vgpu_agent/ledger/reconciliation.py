@@ -64,7 +64,10 @@ class Correction(msgspec.Struct, frozen=True):
 
 
 class Reconciliation:
-    """The correction of the grants by the kubelet's records. State: none but the grants."""
+    """The correction of the grants by the kubelet's records. State: none but the grants.
+
+    ``clock`` is that of the reservations, which only grows; ``wall_clock`` is in unix seconds.
+    """
 
     def __init__(
         self, grants: Grants, clock: Callable[[], float], wall_clock: Callable[[], float]
@@ -91,7 +94,8 @@ class Reconciliation:
             records: the reading; if it is not complete, it releases no grant.
             interpret: what a holding means; None if it is not ours to book.
             reservation_seconds: how long a grant without an owner may stay unconfirmed.
-            newest: the number of the last grant from before the records were read.
+            newest: the number of the last grant from before the records were read; infinity if
+                they are newer than all grants.
             initial: the ledger is being rebuilt, so to adopt a grant is no drift.
             may_release: False while a restarted kubelet still finds its pods again.
             still_runs: tells whether a grant stays although the records do not show it.
@@ -149,7 +153,8 @@ class Reconciliation:
             return None
         for grant in grants:
             self._grants.take_from(grant, set(holding.ids))
-        # It is the reservation that Allocate made, by other ids, and not a grant that was unknown.
+        # It continues the reservation that Allocate made, although not all ids are the same, and is
+        # no grant that was unknown.
         continued = interpreted.by_pod and bool(grants) and undecided
         adopted = self._grants.add(
             Grant(
@@ -186,6 +191,7 @@ class Reconciliation:
         self, grant: Grant, owner: Owner, interpreted: InterpretedHolding
     ) -> Correction | None:
         known = grant.owner
+        # `may_be`: no field that both know differs
         same_container = known is None or known.may_be(owner)
         within_pod = (
             interpreted.by_pod
@@ -201,12 +207,14 @@ class Reconciliation:
             # Another container of the pod has the ids now, see `_apply_holding`. Only a decision
             # for that container changes the owner.
             return None
-        # Keep the fields of the owner that this reading does not have.
+        # Keep the fields of the owner that this reading does not have: pod-resources has no UIDs,
+        # and the checkpoint has no names of pods.
         merged = owner if known is None or not same_container else owner.filled_from(known)
         shares, decided_for, may_overcommit = grant.shares, grant.decided_for, grant.may_overcommit
         if interpreted.ended and same_container and not grant.evidence:
-            # Not for a grant that this agent has decided (`Grant.evidence`): the decision for the
-            # next container takes its shares, and the pod's status may be older than its start.
+            # Not for a grant that this agent has decided, which has `evidence`: sentences on what
+            # proved the owner and decided the shares. The decision for the next container takes
+            # its shares, and the pod's status may be older than its start.
             shares, decided_for = (), None
         elif not same_container and interpreted.by_pod:
             # the decision, if there is one, was for another pod
@@ -256,8 +264,9 @@ class Reconciliation:
     def _state(
         owner: Owner, interpreted: InterpretedHolding, grant: Grant | None = None
     ) -> GrantState:
-        """Return the state: `IDENTIFIED` once it is certain which container holds the grant, and
-        `RESERVED` where the pod decides and no decision is known yet.
+        """Return the state: `IDENTIFIED` once it is certain which container holds the grant,
+        `RESERVED` where the pod decides and no decision is known yet, and otherwise `GRANTED`: the
+        records name a container, but not fully, or another one than was decided for.
         """
         if interpreted.by_pod:
             decided_for = grant.decided_for if grant else interpreted.decided_for

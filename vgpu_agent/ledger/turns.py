@@ -4,10 +4,10 @@ one after the other, each alone, and then all.
 Families have schedulers that know nothing of each other. Shown the same free GPU at the same
 moment, each would send a pod, and the kubelet fails those that come too late. So a returned GPU
 goes through a *round*: it is offered to one family after the other, to each alone for one turn. In
-the pause between two turns it is offered to none, until schedulers have seen that the turn is over
-and the pods that they have bound by then are known (`withdrawals`). The family that had the GPU
-comes last. The others are ordered by the time at which each last came first, the longest ago in
-front. A family whose pods cannot start now has no turn.
+the pause between two turns, of `WITHDRAWAL_SECONDS` or more, it is offered to none, until
+schedulers have seen that the turn is over and the pods that they have bound by then are known. The
+family that had the GPU comes last. The others are ordered by the time at which each last came
+first, the longest ago in front. A family whose pods cannot start now has no turn.
 
 `arbitration` holds one `Turns` and reports every change to it. A node with one family has no turns.
 """
@@ -63,9 +63,9 @@ class _Round(msgspec.Struct):
 class Turns:
     """The rounds of all GPUs.
 
-    State: the GPUs in use with their families, the round of each that was returned, and when each
-    family last was the first of a round. Turns begin and end in `move_on` only. So a turn that ends
-    late does not shorten the pause that schedulers need.
+    State: the GPUs in use, by UUID, with their families, the round of each that was returned, and
+    when each family last was the first of a round. Turns begin and end in `move_on` only. So a turn
+    that ends late does not shorten the pause that schedulers need.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Turns:
 
         Args:
             clock: returns the seconds of a monotonic clock.
-            withdrawn_for_seconds: GPU → how long the kubelet may still give it to a family that is
-                not offered it any more; the next turn does not begin before that.
+            withdrawn_for_seconds: UUID of a GPU → how long the kubelet may still give it to a
+                family that is not offered it any more; the next turn does not begin before that.
         """
         self._clock, self._withdrawn_for_seconds = clock, withdrawn_for_seconds
         self._in_use: Mapping[str, str] = {}
@@ -89,8 +89,8 @@ class Turns:
         """Take note of which GPUs are in use now, and begin a round of those that were returned.
 
         Args:
-            in_use: GPU → the family that has it or claims it.
-            candidates: GPU → the families that could grant something of it now.
+            in_use: UUID of a GPU → the family that has it or claims it.
+            candidates: UUID of a GPU → the families that could grant something of it now.
         """
         now = self._clock()
         for gpu in self._rounds.keys() & in_use.keys():
@@ -110,8 +110,8 @@ class Turns:
         self._in_use = in_use
 
     def _leave_out(self, gpu: str, round_: _Round, able: Sequence[str], now: float) -> None:
-        """Give the turns of families that can grant nothing (any more) to those after them,
-        so that no turn is wasted.
+        """Give the turns of the families that can grant nothing (any more) to those after them, so
+        that no turn is wasted. ``able`` are the families that can.
         """
         gone = round_.turn + round_.pausing
         past, coming = round_.families[:gone], round_.families[gone:]

@@ -120,6 +120,7 @@ def held_back(
             dict.fromkeys(devices[device].gpu if device in devices else device for device in held)
         )
         family = by_gpu[gpus[0]].family if gpus[0] in by_gpu else ""
+        # `serves`: the ledger's reason where a GPU serves another family
         in_use = bool(family) and reason == availability.serves(family)
         groups.append(
             HeldBack(reason, family if in_use else "", gpus, sum(counts[device] for device in held))
@@ -147,7 +148,7 @@ def _use(gpu: str, grants: Sequence[Grant], claims: tuple[Claim, ...]) -> GpuUse
 def _ids_by_device(resource: Resource) -> collections.Counter[str]:
     if isinstance(resource.ids, NumberedIds):
         counts = collections.Counter[str]()
-        for block in resource.ids.blocks:
+        for block in resource.ids.blocks:  # the numbered ids of one device
             counts[block.device] += block.count
         return counts
     return collections.Counter(entry.device for entry in resource.ids)

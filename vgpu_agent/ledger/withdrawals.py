@@ -9,7 +9,8 @@ that time get what their scheduler saw.
 
 That is for GPUs that are kept for others (claims, turns), and, where the pod decides, for those
 that another family has; never for unhealthy ones. Such a time of a GPU and a family is a
-*withdrawal*. `arbitration` holds one `Withdrawals` and reports every change to it.
+*withdrawal*. `arbitration`, which decides what each family is offered, holds one `Withdrawals` and
+reports every change of the offers to it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class Withdrawals:
     """State: what each family was offered last,
     and until when the kubelet may still grant GPUs that the family is no longer offered.
 
-    Each call of `follow` that withdraws something begins a new round, and their numbers grow.
+    Each call of `follow` that withdraws something begins a new round. The numbers of the rounds,
+    which the caller chooses, grow.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._offered: frozenset[tuple[str, str]] = frozenset()
+        # (GPU, family) → the end of its withdrawal, on `_clock`
         self._until: dict[tuple[str, str], float] = {}
         # whether the agent writes the counts to the Node, and calls `note_written_counts` after it
         self._are_written = False
@@ -69,9 +72,9 @@ class Withdrawals:
 
     def note_written_counts(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds up to ``number``, or, with None,
-        that the agent cannot write them. Return whether a withdrawal ends earlier for it.
+        that the agent cannot write them. Return whether a withdrawal ends earlier because of that.
 
-        A scheduler's bind that was under way takes as long as that write did.
+        A scheduler's bind that was under way is expected to take as long as that write did.
         """
         self._are_written, now, changed = number is not None, self._clock(), False
         for each, (round_, began) in list(self._unwritten.items()):

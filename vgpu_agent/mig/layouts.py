@@ -1,8 +1,9 @@
 """The YAML of ``nvidia-mig-parted``: written for one GPU, and read as the tool exports it.
 
-Version 1 has named configurations, each a list of entries about some GPUs by index, with the number
-of instances of each profile. Called by `parted`, which runs the tool. The tool's output is checked
-here: the result is the division of each GPU, or the reason why the output cannot be used.
+Version 1 of the format has configurations with names. Each is a list of entries about some GPUs by
+index, with the number of instances of each profile. Called by `parted`, which runs the tool. The
+tool's output is checked here: the result is the division of each GPU, or the reason why the output
+cannot be used.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 CURRENT = "current"  # what an export calls its only configuration
 
-_MAX_GPUS = 64
+_MAX_GPUS = 64  # that the output may name
 _MAX_INSTANCES = 8  # of one GPU, by NVML
-_MAX_SHOWN = 200
+_MAX_SHOWN = 200  # characters of the output in an error message
 
 
 class Division(msgspec.Struct, frozen=True):
@@ -36,8 +37,8 @@ class Division(msgspec.Struct, frozen=True):
 
 
 def layout_file(index: int, profiles: Iterable[str]) -> str:
-    """Write a configuration called `CURRENT` that divides the GPU of that NVML index,
-    and leaves the others out.
+    """Write a configuration called `CURRENT` that divides the GPU of that NVML index, and leaves
+    the others out. ``profiles`` has one entry for each MIG instance to be made, e.g. ``1g.10gb``.
     """
     counted = collections.Counter(profiles)
     entry = {"devices": [index], "mig-enabled": True, "mig-devices": dict(counted)}
@@ -46,7 +47,7 @@ def layout_file(index: int, profiles: Iterable[str]) -> str:
 
 
 def read_export(text: str, gpus: int) -> Mapping[int, Division]:
-    """Read the division of each of ``gpus`` GPUs, by index.
+    """Read the division of each GPU, by index; ``gpus`` is how many GPUs the driver shows.
 
     Raises:
         MigError: ``text`` is no export of that many GPUs; the message shows the error.

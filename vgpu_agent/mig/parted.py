@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from vgpu_agent.mig.layouts import Division
 
 _MAX_BYTES = 256 * 1024  # of an export; sixteen GPUs take less than four KiB
-_MAX_SHOWN = 400
-_END_SECONDS = 2.0  # after SIGTERM, and again after SIGKILL
+_MAX_SHOWN = 400  # characters of its output in an error
+# how long the end of the tool is waited for, after SIGTERM and again after SIGKILL; and the pause
+# between two looks whether it has ended
+_END_SECONDS = 2.0
 _LOOK_SECONDS = 0.02
 
 
@@ -57,7 +59,8 @@ class MigParted:
         self._setting = setting
 
     async def export(self, gpus: int) -> Mapping[int, Division]:
-        """Return the division of each GPU as the tool sees it, by index.
+        """Return index of each GPU → its division as the tool sees it: whether MIG mode is on, and
+        the number of instances of each profile.
 
         Args:
             gpus: the number of GPUs that the driver shows.

@@ -1,10 +1,11 @@
 """The compute mode of the GPUs of one MPS control daemon.
 
 While MPS shares a GPU, its mode is ``EXCLUSIVE_PROCESS``: it takes one process, the MPS server, so
-no process gets past its limit. While containers hold the GPU through another resource or under
-earlier settings, it must take any process. So it is in the ``DEFAULT`` mode until the last of them
-has returned it. A GPU that has left the daemon's resource gets the default mode back, unless
-another daemon has it by then. Modes are set by ``nvidia-smi``. Called by `daemon`.
+no process avoids the server and with it the limits. While containers hold the GPU through another
+resource or under earlier settings, it must take any process. So it is in the ``DEFAULT`` mode until
+the last of them has returned it. A GPU that has left the resource that the daemon serves gets the
+default mode back, unless another daemon has it by then. Modes are set by ``nvidia-smi``. Called by
+`daemon`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class ModeOwners:
     A GPU may move to another resource, and so to another daemon. The old daemon may end later, and
     must not undo the mode that the new one has set.
 
-    State: in memory only. `resources` has the resource of the daemon by GPU, without GPUs whose
-    mode was set back to the default. `locks` has a lock by GPU, since two runs of
+    State: in memory only. `resources` is GPU UUID → the resource of the daemon, without GPUs
+    whose mode was set back to the default. `locks` is GPU UUID → a lock, since two runs of
     ``nvidia-smi`` for one GPU at the same time could end in either order.
     """
 
@@ -43,12 +44,19 @@ class ModeOwners:
 class ComputeModes:
     """The setter of the compute modes for one daemon.
 
-    State: the mode that was set last, by GPU, so that no mode is set twice; empty where it is not
-    known, and `DEFAULT` also where another daemon has taken the GPU. Administrators may change
+    State: the mode that was set last, by GPU UUID, so that no mode is set twice; empty where it is
+    not known, and `DEFAULT` also where another daemon has taken the GPU. Administrators may change
     modes as well, so `daemon` calls `forget` when it starts, adopts or ends a control daemon.
     """
 
     def __init__(self, smi: HostTool, resource: str, owners: ModeOwners) -> None:
+        """Build the setter.
+
+        Args:
+            smi: runs ``nvidia-smi``.
+            resource: the resource that the daemon serves.
+            owners: the record that all daemons share.
+        """
         self._smi, self._resource, self._owners = smi, resource, owners
         self._last_set: dict[str, str] = {}
 
@@ -67,7 +75,8 @@ class ComputeModes:
             uuids: the GPUs of the daemon; they become exclusive.
             in_use_by_others: those of them that containers hold through another resource; they get
                 the default mode.
-            former: further GPUs that get the default mode, in addition to those of earlier calls.
+            former: GPUs that the daemon may have had earlier; those not in ``uuids`` get the
+                default mode, as do those of earlier calls.
 
         Returns:
             the reason why the mode of one of the former GPUs could not be set, which is tried again

@@ -24,7 +24,8 @@ _NO_DAEMON = "Cannot find MPS control daemon process"
 # 10240M; in some versions within a sentence
 _MEMORY = re.compile(r"\b(\d{1,12}) ?([MG])(?:i?B)?\b", re.ASCII)
 _GIB_MIB = 1024
-_PAUSE_SECONDS = 0.05  # between two checks whether a daemon that was just started answers
+# between two checks whether a daemon answers that was just started or told to end
+_PAUSE_SECONDS = 0.05
 
 
 class Control:
@@ -33,6 +34,9 @@ class Control:
     """
 
     def __init__(self, plan: DaemonPlan, tool: HostTool, *, timeout_seconds: float) -> None:
+        """Build it; ``tool`` runs the control binary, and ``timeout_seconds`` is the time that the
+        daemon has to start, and to end.
+        """
         self._plan, self._tool, self._timeout = plan, tool, timeout_seconds
 
     async def start(self) -> None:
@@ -46,7 +50,7 @@ class Control:
             async with asyncio.timeout(self._timeout):
                 while True:
                     try:
-                        await self.send(PROBE)
+                        await self.send(PROBE)  # asks for the compute limit, as a sign of life
                     except MpsDaemonGoneError:
                         await asyncio.sleep(_PAUSE_SECONDS)
                     else:

@@ -40,7 +40,8 @@ PROBE_SECONDS = 5.0
 # Pauses before a daemon that ended or hung is started again.
 BACKOFF_MIN_SECONDS = 1.0
 BACKOFF_MAX_SECONDS = 30.0
-# One late answer on a busy node is no reason to keep new pods away.
+# The failed checks in a row after which the daemon counts as failed. One late answer on a busy node
+# is no reason to keep new pods away.
 _MAX_MISSES = 2
 
 
@@ -57,7 +58,9 @@ class Dependencies(Protocol):
         ...
 
     async def prepare(self, plan: DaemonPlan) -> None:
-        """Make directories and shared memory; raises `MpsError`."""
+        """Make the daemon's directories, and the shared memory of all daemons and clients; raises
+        `MpsError`.
+        """
         ...
 
     async def report_change(self) -> None:
@@ -85,9 +88,9 @@ class Daemon:
             plan.resource,
             dependencies.mode_owners,
         )
-        self._tail: LogTail | None = None
-        self._servers: tuple[int, ...] = ()
-        self._changes = log.ChangeFilter()
+        self._tail: LogTail | None = None  # the new lines of the control daemon's log
+        self._servers: tuple[int, ...] = ()  # process ids of its MPS servers at the last query
+        self._changes = log.ChangeFilter()  # so that a repeated failure is logged once
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
 
     def want(self, plan: DaemonPlan | None, in_use_by_others: frozenset[str] = frozenset()) -> None:
@@ -206,6 +209,7 @@ class Daemon:
 
     @property
     def _busy(self) -> bool:
+        """Tell whether a pod holds a share through the resource, or the daemon has a client."""
         return bool(self._dependencies.holders(self._plan.resource) or self.status.clients)
 
     def _control(self) -> Control:
@@ -216,8 +220,10 @@ class Daemon:
     # -- coming up ---------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
+        """Adopt, replace or start the daemon of the plan; then it runs with the plan's limits."""
         control = self._control()
         await self._dependencies.prepare(self._plan)
+        # on disk, for an agent that finds this daemon without wanting it
         await asyncio.to_thread(directories.remember, self._plan)
         try:
             difference = await control.difference()
@@ -262,6 +268,7 @@ class Daemon:
         await self._start(control)
 
     async def _read_processes(self, control: Control) -> None:
+        """Ask the daemon for the process ids of its servers and of their clients."""
         self._servers, self.status.clients = await control.process_ids()
 
     async def _start(self, control: Control) -> None:
@@ -279,7 +286,9 @@ class Daemon:
         await self._note_running(adopted=False)
 
     async def _tell_limits(self, control: Control) -> None:
-        """Set the limits for servers to come, and separately for those that run already."""
+        """Set the limits for servers to come, and separately for those that run already. Clients
+        that are connected already run without these limits, so they are reported.
+        """
         for command in self._plan.commands:
             await control.send(command)
         await self._read_processes(control)
@@ -433,6 +442,7 @@ class Daemon:
     # -- failing -----------------------------------------------------------------------------------
 
     async def _fail(self, err: MpsError) -> None:
+        """Record that the daemon ended, does not answer, or cannot be brought up."""
         status, resource = self.status, self._plan.resource
         holders = list(self._dependencies.holders(resource))
         if status.state is MpsState.RUNNING:
@@ -459,6 +469,7 @@ class Daemon:
         await self._dependencies.report_change()
 
     def _holders(self) -> str:
+        """Name the pods that hold shares, or else the processes of the clients, in a message."""
         pods = self._dependencies.holders(self._plan.resource)
         return ", ".join(pods) if pods else f"processes {', '.join(map(str, self.status.clients))}"
 

@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STARTED = ".started"  # mark in the directory of a daemon: it runs, with its limits
-_PLAN = ".plan.json"  # beside the pipe, not in it: containers do not see it
+# A daemon's `DaemonPlan` as JSON. The file is beside the pipe, not in it: containers do not see it.
+_PLAN = ".plan.json"
 READY = ".ready"  # mark in ``mps.root``: all desired daemons run
 # The SELinux label of files that containers may read and write; as an attribute it ends in a zero
 # byte.
 _LABEL = b"system_u:object_r:container_file_t:s0\0"
 _LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
-_FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
-_MAX_LABELLED = 256
+# size of the shared memory where the node's memory is not known; NVIDIA's plugin has the same
+_FALLBACK_KIB = 65536
+_MAX_LABELLED = 256  # files of a pipe that get the label
 # What a daemon makes in its pipe.
 _PIPE_FILES = (
     "control",
@@ -51,13 +53,14 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8  # mount(2)
 def view(root: str, *, simulated: bool, in_pod: bool) -> MpsView:
     """Find out where this process sees ``root`` (``mps.root``). Blocks.
 
-    A pod has it mounted at `CONTAINER_ROOT`, and must not make a directory of that name in its own
-    file system where it has not: no client would see it.
+    With ``simulated`` GPUs that is ``root`` itself. A pod has it mounted at `CONTAINER_ROOT`, and
+    must not make a directory of that name in its own file system where it has not: no client would
+    see it.
     """
     if simulated:
         return MpsView(root, simulated=True)
     if in_pod or os.path.ismount(CONTAINER_ROOT):
-        return IN_CONTAINER  # at `CONTAINER_ROOT`
+        return IN_CONTAINER  # the view of an agent that sees it at `CONTAINER_ROOT`
     return MpsView(root)
 
 
@@ -120,7 +123,7 @@ def mark(directory: str, name: str) -> None:
 
 
 def unmark(directory: str, name: str) -> None:
-    """Take such a mark away."""
+    """Remove the file ``name``, such as a mark, from a directory; a failure is no error."""
     with contextlib.suppress(OSError):
         (Path(directory) / name).unlink()
 
@@ -142,8 +145,9 @@ def remember(plan: DaemonPlan) -> None:
 
 
 def remembered(root: str) -> list[DaemonPlan]:
-    """Return the plans of all daemons that were not ended in order. A file that is not a complete
-    plan is removed: no daemon has it.
+    """Return the plans that `remember` has written below ``root``, the agent's view of
+    ``mps.root``, and `forget` has not removed: a daemon may still run, or its GPUs still have its
+    compute mode. A file that is not a complete plan is removed: no daemon was started by it.
     """
     plans = []
     for path in sorted(Path(root).glob(f"*/*/{_PLAN}")):
@@ -156,7 +160,7 @@ def remembered(root: str) -> list[DaemonPlan]:
             except (msgspec.MsgspecError, UnicodeError, RecursionError):
                 path.unlink()
                 continue
-            if plan.directory == str(path.parent):
+            if plan.directory == str(path.parent):  # not a file that was copied elsewhere
                 plans.append(plan)
     return plans
 
@@ -189,7 +193,7 @@ def remove_pipe(plan: DaemonPlan) -> None:
 
 
 def mount_tmpfs(target: str, options: str) -> None:
-    """Mount a tmpfs, as mount(2) does.
+    """Mount a tmpfs at ``target``, with the mount ``options`` of mount(2).
 
     Raises:
         OSError: the kernel refuses.
@@ -215,7 +219,7 @@ def share_memory(
     Args:
         root: the agent's view of ``mps.root``.
         size_mib: 0 for half of the node's memory.
-        proc_root: where the node's memory is read.
+        proc_root: the directory whose file ``meminfo`` says how much memory the node has.
         mount: replaced by tests that may not mount.
 
     Raises:

@@ -27,7 +27,7 @@ SMI_BINARY = "nvidia-smi"
 # How long one command of the control daemon or of nvidia-smi may take before it counts as hung.
 COMMAND_TIMEOUT_SECONDS = 10.0
 _LONGEST_OUTPUT = 65536  # bytes; a list of all processes of a node is shorter
-_SHOWN_CHARACTERS = 200
+_SHOWN_CHARACTERS = 200  # of the output, in a message
 # How long a killed program may take to disappear; one that waits for the driver in the kernel
 # stays.
 _KILL_SECONDS = 1.0
@@ -36,7 +36,7 @@ _KILL_SECONDS = 1.0
 class HostTool:
     """One host program of one daemon.
 
-    State: a call that was killed and did not end. While it is there no other is started, so that
+    State: a process that was killed and did not end. While it is there no other is started, so that
     processes do not pile up behind a hung driver.
     """
 

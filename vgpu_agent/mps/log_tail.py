@@ -2,7 +2,7 @@
 keeps that file small.
 
 The file lies in memory (``/run``), the daemon never shortens it, and each of our own probes adds
-lines to it. So lines about mere queries are passed over, and a file that has become large is
+lines to it. So lines about mere queries are left out, and a file that has become large is
 emptied. Called by `daemon` after each probe, in a thread.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 
-_LONGEST_READ = 65536  # bytes at once; the rest waits for the next look
+_LONGEST_READ = 65536  # bytes at once; the next `read` gets the rest
 _LONGEST_LINE = 500  # characters
 _LARGEST_FILE = 8 << 20  # allocated bytes
+# The daemon's lines about a client that asks it something, and the beginning of a query's own line.
 _ABOUT_QUERIES = ("Accepting connection...", "NEW UI", "UI closed")
 _QUERY = "Cmd:get_"
 
@@ -54,8 +55,8 @@ class LogTail:
         if not end and len(chunk) == _LONGEST_READ:
             end = len(chunk)  # one line without an end, too long to be read
         self._offset += end
-        # By blocks, not by size: a daemon that goes on writing at its old place leaves a hole, and
-        # the file looks as large as before.
+        # By blocks, not by size: a daemon that goes on writing at its old offset after the file was
+        # emptied leaves a hole, and the file looks as large as before.
         if status.st_blocks * 512 > _LARGEST_FILE and self._offset >= status.st_size:
             os.ftruncate(descriptor, 0)
             self._offset = 0

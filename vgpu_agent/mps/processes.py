@@ -1,4 +1,5 @@
-"""The processes of a daemon, found without trusting anything that its clients could have written.
+"""The processes of an MPS control daemon (itself and its servers), found without trusting anything
+that its clients could have written.
 
 The pipe of a daemon (its directory CUDA_MPS_PIPE_DIRECTORY) is mounted into containers, whose root
 may write there. A process id in it can be any process's, and the file can be a link or a FIFO
@@ -62,6 +63,7 @@ def living(pids: Iterable[int]) -> list[int]:
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
+            # the simulator's programs have an underscore in their names
             if pid > 0 and b"mps-" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"_", b"-"):
                 found.append(pid)
     return found

@@ -45,9 +45,10 @@ class Supervision:
         holders: lists the pods with a share through a resource, ``namespace/pod`` each.
         on_change: called when `withheld` may have another answer.
         gpus: the UUIDs of the node's GPUs.
-        view: where the daemons have their files.
+        view: where the daemons have their files, by default where the agent's container has
+            ``mps.root`` mounted.
         sysfs_root: the directory with the state of SELinux.
-        proc_root: the directory with the node's ``meminfo``.
+        proc_root: the directory with the node's ``meminfo``, which bounds the shared memory.
         share_memory: mounts the shared memory; replaced where the process must not mount.
     """
 
@@ -80,8 +81,9 @@ class Supervision:
         return tuple(self._daemons[name].status for name in sorted(self._daemons))
 
     def want(self, wanted: Mapping[str, tuple[DaemonPlan, frozenset[str]]]) -> None:
-        """Set the desired daemons: resource → plan, and those of its GPUs that containers hold
-        through another resource, or with ids of earlier settings.
+        """Set the desired daemons: resource → plan (the daemon's GPUs, limits and directories), and
+        those of its GPUs that containers hold through another resource, or with ids of earlier
+        settings.
 
         A daemon that is no longer desired ends when its last holder has ended.
         """
@@ -117,6 +119,7 @@ class Supervision:
         wanted: DaemonPlan | None,
         in_use_by_others: frozenset[str] = frozenset(),
     ) -> None:
+        """Start the task of a daemon; ``wanted`` is None for one that is only to be ended."""
         daemon = self._daemons[plan.resource] = Daemon(plan, self._journal, self)
         daemon.want(wanted, in_use_by_others)
         self._supervisor.start(_task(plan.resource), daemon.run)

@@ -78,7 +78,8 @@ class _Search:
     def __init__(self, scores: Sequence[Sequence[int]], size: int) -> None:
         self._scores = scores
         self._size = size
-        self._within = functools.cache(self._sum)
+        self._within = functools.cache(self._sum)  # group → the score of its pairs together
+        # GPUs → the score of their best division into groups
         self._exactly = functools.cache(self._best_division)
 
     def best(self, required: _Group) -> _Group:

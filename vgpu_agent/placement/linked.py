@@ -2,7 +2,8 @@
 
 Families that place pods by the links between GPUs (vgpu-manager §5.6) supply the score of each
 pair's link; this module finds the devices that are connected and, among them, the best set. Pure
-functions with bounded work: beyond `MAX_SETS` sets the search takes one device after the other.
+functions with bounded work: where there are more than `MAX_SETS` possible sets, the search adds one
+device after the other to a set instead of comparing all sets.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    # gets the way of a search (`EXHAUSTIVE` or `GREEDY`), and among how many devices it chose
     See = Callable[[str, int], None]
 
 MAX_SETS = 50_000
@@ -22,16 +24,16 @@ MAX_SETS = 50_000
 # The two ways to search, as vgpu-manager's metrics call them (vgpu-manager §5.10).
 EXHAUSTIVE, GREEDY = "exhaustive", "greedy"
 
-# A search is six calls below the one that wants it counted, and most of those who choose cards (an
-# agent, a dry run, an explanation) count nothing.
+# A context variable, because there are six function calls between the one that wants searches
+# counted and `best_set`, and most callers (an agent, a dry run, an explanation) count nothing.
 _see: contextvars.ContextVar[See | None] = contextvars.ContextVar("_see", default=None)
 
 
 @contextlib.contextmanager
 def searches_seen_by(see: See) -> Iterator[None]:
-    """Report each search that `best_set` makes meanwhile in this task to ``see``: `EXHAUSTIVE` or
-    `GREEDY`, and the number of devices among which it chose. Where all links are equally good it
-    searches nothing.
+    """Call ``see`` with each search that `best_set` makes meanwhile in this asyncio task:
+    `EXHAUSTIVE` or `GREEDY`, and the number of devices among which it chose. Where all links are
+    equally good it searches nothing.
     """
     token = _see.set(see)
     try:
@@ -43,8 +45,8 @@ def searches_seen_by(see: See) -> Iterator[None]:
 def components(
     devices: Sequence[str], linked: Callable[[str, str], bool]
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of devices that are linked directly or through others of ``devices``; all
-    in the order of ``devices``.
+    """Return the groups of devices that are linked directly or through others of ``devices``; the
+    groups, and the devices in each, are in the order of ``devices``.
     """
     groups: list[tuple[str, ...]] = []
     left = list(devices)
@@ -61,7 +63,7 @@ def components(
 
 
 def quality(devices: Sequence[str], score: Callable[[str, str], int]) -> int:
-    """Return the sum of the scores of all pairs."""
+    """Return the sum of the scores of all pairs of ``devices``; more is better."""
     return sum(
         score(device, other)
         for place, device in enumerate(devices)
@@ -77,10 +79,11 @@ def best_set(
     beside: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Return the ``count`` of ``devices`` with the best links to each other and to ``beside``, in
-    their order.
+    the order of ``devices``.
 
-    Of equally good sets it is the one that leaves the others the better links, then the first.
-    Beyond `MAX_SETS` sets it is a good one, and not always the best.
+    ``beside`` are devices that are chosen already and are not among ``devices``. Of equally good
+    sets it is the one that leaves the other devices the better links, then the first. With more
+    than `MAX_SETS` possible sets it is a good one, and not always the best.
     """
     if not 0 < count < len(devices):
         return tuple(devices[:count])
@@ -105,14 +108,19 @@ def _best_of_all(
     scores: Mapping[str, Mapping[str, int]],
     fixed: Mapping[str, int],
 ) -> tuple[str, ...]:
+    """Compare all sets. ``scores`` has the score of each pair's link, ``fixed`` the sum for the
+    links of each device to those beside.
+    """
+    # of each device: the score of its links to all others of ``devices``
     sums = {one: sum(scores[one].values()) for one in devices}
     best: tuple[tuple[int, int], tuple[str, ...]] | None = None
 
-    # `reached` is the score of all links of the chosen devices, `within` of those among them
+    # `within` is the score of the links of the chosen devices to each other, `reached` that of the
+    # same and of their links to ``beside``
     def extend(chosen: tuple[str, ...], first: int, reached: int, within: int) -> None:
         nonlocal best
         if len(chosen) == count:
-            # The other devices keep all links except those of a chosen device.
+            # the score of all links with a chosen device; the other devices keep the rest
             lost = sum(sums[one] for one in chosen) - within
             rank = (reached, -lost)
             if best is None or rank > best[0]:
@@ -133,6 +141,10 @@ def _one_after_the_other(
     scores: Mapping[str, Mapping[str, int]],
     fixed: Mapping[str, int],
 ) -> tuple[str, ...]:
+    """Begin a set with each device, and add each time the device with the best links to the set and
+    to those beside (arguments as for `_best_of_all`). Return the best of these sets.
+    """
+
     def grown_from(first: str) -> tuple[int, set[str]]:
         chosen, reached = {first}, fixed[first]
         while len(chosen) < count:

@@ -15,6 +15,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+# The ranks of a GPU for a family: the family's already, nobody's, another family's.
 OWN, FREE, OTHERS = range(3)
 
 
@@ -22,7 +23,7 @@ class Neighbours(msgspec.Struct, frozen=True):
     """The GPUs of the node by their use, for one family; empty if the family is alone on the node.
 
     Attributes:
-        shared: GPUs that another family is offered as well.
+        shared: GPUs that another family may use as well.
         serving: GPUs of which the family has a share.
         others: GPUs that serve another family, or that are claimed for a pod of one.
     """
@@ -43,11 +44,12 @@ class Neighbours(msgspec.Struct, frozen=True):
         return FREE if gpu in self.shared and gpu not in self.serving else OWN
 
     def ranks(self, gpu_of: Mapping[str, str]) -> dict[str, int]:
-        """Rank of each device (key) by its GPU (value)."""
+        """Return device → the rank of its GPU, for the mapping device → GPU (UUIDs)."""
         return {device: self.rank(gpu) for device, gpu in gpu_of.items()}
 
 
 ALONE = Neighbours()
+"""The neighbours of a family that shares no GPU: every GPU has the rank `OWN`."""
 
 
 def neighbours(
@@ -60,7 +62,7 @@ def neighbours(
 
     Args:
         family: the family that chooses a GPU.
-        shared: GPUs that another family is offered as well.
+        shared: GPUs that another family may use as well.
         held: GPU and family of each share.
         claimed: GPU and family of each claim.
     """

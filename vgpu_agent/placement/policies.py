@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from vgpu_agent.model import Link
 
-ALIGNED = "aligned"
-SPREAD = "spread"
-ONE_GPU = "one-gpu"
+ALIGNED = "aligned"  # whole devices with good links to each other
+SPREAD = "spread"  # replicas of different GPUs
+ONE_GPU = "one-gpu"  # ids of one device only
 
 
 class IdRequest(msgspec.Struct, frozen=True):
@@ -73,7 +73,9 @@ def choose(policy: str, request: IdRequest) -> list[str]:
 
 
 def _aligned(request: IdRequest) -> list[str]:
-    """Devices with one id each, of the lowest ranks that have enough of them."""
+    """Choose well linked devices, which have one id each, of the lowest ranks that have enough of
+    them.
+    """
     id_of = {request.device_of[id_]: id_ for id_ in _of_lowest_ranks(request)}
     chosen = choose_group(
         available=list(id_of),
@@ -102,8 +104,8 @@ def _of_lowest_ranks(request: IdRequest) -> list[str]:
 
 def _greedy(policy: str) -> Callable[[IdRequest], list[str]]:
     def chosen(request: IdRequest) -> list[str]:
-        # Ties are broken by key, so the keys follow the node's order, which an operator expects:
-        # GPU 0 before GPU 1.
+        # `choose_replicas` breaks ties by the text that stands for a device. So that is the place
+        # of the device in the node's order, which an operator expects: GPU 0 before GPU 1.
         order = {device: f"{place:08d}" for place, device in enumerate(request.totals)}
         return choose_replicas(
             totals={order[device]: count for device, count in request.totals.items()},

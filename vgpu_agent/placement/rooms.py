@@ -39,7 +39,7 @@ class DeviceDemand(msgspec.Struct, frozen=True):
         memory_mib: returns the memory that is asked of a device, which may depend on the device (a
             percentage, all of it).
         cores_percent: the compute that is asked of a device; 0 for none.
-        text: the demand as the pod states it, for the error.
+        text: the demand as the pod states it, for the message when too few devices have room.
         all_compute_is_exclusive: a container that asks for all compute of a device shares it with
             no other, also where the others ask for none.
     """
@@ -67,9 +67,10 @@ def choose_rooms(
         policy: `BINPACK` takes the device with the most booked memory first, `SPREAD` the one with
             the fewest containers.
         refused: device → the reason why this container must not get it, however much is free.
-        neighbours: the other families on the node, which give each GPU a rank. `BINPACK` orders by
-            rank first. An operator chooses `SPREAD` on purpose, so there the rank only puts those
-            GPUs last that another family has or waits for.
+        neighbours: the other families on the node (`ALONE`: there are none), by which each GPU has
+            a rank, from the best: this family has it, or it alone may; no family has it; another
+            family has it or waits for it (`OTHERS`). `BINPACK` orders by rank first. An operator
+            chooses `SPREAD` on purpose, so there the rank only puts the GPUs of `OTHERS` last.
 
     Raises:
         CapacityError: too few fit; the text names the demand and what each device lacks.

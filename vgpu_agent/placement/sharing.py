@@ -59,6 +59,8 @@ def choose_replicas(
             f"{size} ids are requested, {sum(map(len, free.values())) + len(required)} available"
         )
 
+    # The least entry is taken first: the device's rank, the number of its held replicas (negated
+    # for `PACKED`), the number of its ids that were chosen here, and the device.
     sign = 1 if policy == DISTRIBUTED else -1
     held = {device: max(totals.get(device, 0), len(ids)) - len(ids) for device, ids in free.items()}
     heap = [((ranks or {}).get(device, 0), sign * held[device], 0, device) for device in free]

@@ -1,5 +1,6 @@
-"""Choose the cards of a container among those that have room: the order of the device policy, then
-the topology mode (vgpu-manager §5.5, §5.6).
+"""Choose the cards of a container among those that have room: the order of the device policy (the
+fullest or the emptiest first), then the topology mode (all on one NUMA node, or joined by links).
+Both are annotations of pods (vgpu-manager §5.5, §5.6).
 
 Called where a node places a container itself, and where a scheduler chooses cards of a Node. Pure
 functions. A card is identified by a key that the caller chooses.
@@ -61,7 +62,8 @@ class Links(msgspec.Struct, frozen=True):
     """The links of a node's cards.
 
     Attributes:
-        types: (card, other card) → the types of their link (vgpu-manager §3).
+        types: (card, other card) → the types of the links between them: 1 to 6 for levels of PCIe
+            and NUMA, the closer the higher, and from 7 on for NVLinks (vgpu-manager §3).
         every: the keys of all cards of the node, also of those without room.
     """
 
@@ -147,7 +149,7 @@ def _linked(
 
     def score(one: str, other: str) -> int:
         there, back = types.get((one, other), ()), types.get((other, one), ())
-        if len(there) != len(back):
+        if len(there) != len(back):  # counts for nothing, as in vgpu-manager
             return 0
         return sum(map(_score, there))
 
@@ -160,6 +162,7 @@ def _linked(
         fitting = [
             group
             for group in groups
+            # a single card counts only if it has such a link to any card of the node
             if len(group) >= count
             and (len(group) > 1 or any(linked(group[0], other) for other in links.every))
         ]
@@ -177,6 +180,7 @@ def _linked(
                 )
             return Chosen(_members([cards[key] for key in group], count, score), _FALLBACKS[tier])
         if tier == _TIERS[-1] and any(len(group) > 1 for group in groups):
+            # No tier has enough cards: take those of several groups, the largest first.
             spanned = sorted(
                 groups,
                 key=lambda group: (-len(group), -_mean_score([cards[key] for key in group])),

@@ -148,8 +148,10 @@ def _pod_uid(name: str) -> str:
 
 
 def _pods_below(base: str) -> Iterator[tuple[str, str]]:
-    """Yield UID and directory of each pod, without reading the directories of pods."""
-    left = _MAX_NODE_CGROUPS
+    """Yield UID and directory of each pod below ``base``, the root of a hierarchy, without reading
+    the directories of pods.
+    """
+    left = _MAX_NODE_CGROUPS  # cgroups that may still be read
     level = [base]
     for _ in range(_MAX_POD_DEPTH):
         deeper: list[str] = []

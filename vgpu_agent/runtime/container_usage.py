@@ -36,8 +36,8 @@ DIRECTORY_BEFORE_1_12 = "/tmp/vgpu/containers"  # noqa: S108 - a fact about that
 
 _REGION_SUFFIX = ".cache"
 _MAX_FILES = 32  # of one directory; the container may fill it as it likes
-_HANGS = "hangs"
-_DEADLINE_SECONDS = 30.0
+_HANGS = "hangs"  # the subject in `_changes` for a reading that takes too long
+_DEADLINE_SECONDS = 30.0  # for one reading of all regions; then it counts as hung
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 # PID 2 is kthreadd on the host, and never in a container: where it is seen, PIDs are those of
@@ -51,7 +51,7 @@ _Names = dict[str, tuple["Pod", str]]  # directory name → pod and container
 class ContainerUsages:
     """The reader of the regions of this node's containers.
 
-    State: `usage`, replaced as a whole after each look that found a change, and the unreadable
+    State: `usage`, replaced as a whole after each reading that found a change, and the unreadable
     regions already logged.
     """
 
@@ -72,11 +72,11 @@ class ContainerUsages:
                 the first that has one counts. It may be a link to a slot, a small file system
                 (`region_slots`).
             journal: regions that cannot be read are recorded there.
-            pause_seconds: between two looks.
+            pause_seconds: between two readings of all regions.
             proc_root: where the host's processes are seen, if they are.
         """
         self.usage: Latest[tuple[ContainerUsage, ...]] = Latest(())
-        # namespace/pod/container → why its region cannot be read, as of the last look
+        # namespace/pod/container → why its region cannot be read, as of the last reading
         self.unreadable: Mapping[str, str] = {}
         self._pod_cache = pod_cache
         self._directories = tuple(dict.fromkeys(directories))
@@ -87,7 +87,7 @@ class ContainerUsages:
         self._own_thread = OwnThread("container usage")
 
     async def run(self) -> None:
-        """Look at intervals, until cancelled."""
+        """Read all regions at intervals, until cancelled."""
         while True:
             await self.read_once()
             await asyncio.sleep(self._pause_seconds)
@@ -138,6 +138,10 @@ class ContainerUsages:
         """Log one line for each unreadable region of a live container.
         Only its first reason is logged: the container
         can change its region, and so the reason, as often as it likes.
+
+        Args:
+            names: the directories of all live containers.
+            troubles: name of a directory → why its region cannot be read.
         """
         self.unreadable = {
             f"{names[name][0].full_name}/{names[name][1]}": reason

@@ -1,9 +1,9 @@
 """The check that a delivered file is vgpu-manager's libvgpu-control.so, and the installation of the
 program that comes with the library.
 
-The file must export the functions in which the library limits a program, contain the name of the
-variable that tells only this library whose processes to count, and have the magic numbers of its
-three binary files (`_MAGICS`). The first of them, that of ``vgpu.config``, came with layout 1, in
+The file must export the functions in which the library limits a program, contain the name of a
+variable that no other library reads (`_MODE_VARIABLE`), and have the magic numbers of its three
+binary files (`_MAGICS`). The first of them, that of ``vgpu.config``, came with layout 1, in
 v1.0.0; libraries before it have none (vgpu-manager §7.7). A later layout with the same magic number
 could not be told from this one.
 
@@ -62,7 +62,7 @@ _MAGICS = {
 
 
 def _layout(library: SharedObject, content: bytes) -> str:
-    """The layout of ``vgpu.config`` that the library reads.
+    """The layout of ``vgpu.config`` that the library reads; ``content`` is the library's file.
 
     Raises:
         HostFileError: it is not vgpu-manager's, or of a version before the layout.
@@ -75,7 +75,7 @@ def _layout(library: SharedObject, content: bytes) -> str:
     missing = [
         file
         for magic, file in _MAGICS.items()
-        # A compiler may also leave a number among the constants.
+        # An instruction loads the number, or the compiler has left it among the constants.
         if not code_loads(library, content, magic) and magic.to_bytes(4, "little") not in content
     ]
     if missing:

@@ -1,5 +1,5 @@
-"""The GPU usage and the written limits of containers under `isolation.vgpu_control`, for the
-metrics and for the check of limits (`web.limits`).
+"""The GPU usage of containers under `isolation.vgpu_control`, and the limits as they are written in
+each container's ``vgpu.config``; for the metrics and for the check of limits (`web.limits`).
 
 One loop, started by `agent`, reads four files in the directory of each container. The container can
 write two of them, the samples of its compute and its spilled memory (allocated for a card, but in
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import GpuUsage
     from vgpu_agent.pods import PodCache
 
-_DEADLINE_SECONDS = 30.0
+_DEADLINE_SECONDS = 30.0  # for one reading of all containers; then it counts as hung
 _MAX_LIST_BYTES = process_list.MAX_READ * 11  # a number of up to ten digits, and a newline
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -69,7 +69,8 @@ class _Container(msgspec.Struct, frozen=True):
     """A container that may have files.
 
     Attributes:
-        required: it was started with a share, so it must have a ``vgpu.config``.
+        required: it was started with limits on extended resources. So a missing ``vgpu.config`` is
+            reported, in case it has a share.
     """
 
     pod_uid: str
@@ -117,7 +118,8 @@ class ControlledUses:
         self._pause_seconds = pause_seconds
         self._changes = ChangeFilter()
         self._own_thread = OwnThread("use of controlled containers")
-        # the limits that containers started with, by the directory's name and the card's index
+        # the limits that containers started with: name of the directory → index of the card →
+        # limits on it
         self._initial_limits: dict[str, Mapping[int, SlotLimit]] = {}
         # names of the directories whose limits were looser at the last reading than at the start
         self._looser: frozenset[str] = frozenset()
@@ -222,6 +224,7 @@ class ControlledUses:
             container.name,
             pids=_readable(_read(top, vgpu_control.PIDS_FILE, _parse_pids)),
             spilled_bytes=tuple(sorted(spilled_bytes.items())),
+            # index of the card → percent of its compute that the container uses itself
             cores_percent=tuple((sample.index, sample.own_percent) for sample in samples or ()),
             limits=_limits(config) if isinstance(config, ReadConfig) else (),
             trouble=self._trouble(config, container, looser),
@@ -280,7 +283,7 @@ def _limits(config: ReadConfig) -> tuple[WrittenLimit, ...]:
     return tuple(
         WrittenLimit(
             limit.uuid,
-            limit.total_bytes if limit.memory_limit else 0,
+            limit.total_bytes if limit.memory_limit else 0,  # 0: nothing limits memory
             # the percentage that the container always has
             limit.hard_core if limit.core_limit else _ALL_CORES_PERCENT,
         )

@@ -64,7 +64,8 @@ class Recognition(msgspec.Struct, frozen=True):
         layout: the library and its content → the layout of the files that the library reads. Raises
             HostFileError with what is wrong with the library, which continues a sentence that
             begins with its path, and what to deliver instead.
-        locks: its content → whether the library makes a lock file that containers would share.
+        locks: its content → whether the library makes a lock file, which containers would share
+            if each did not get a directory of its own for it.
         install_companions: installs what else containers need with the library, by the settings,
             and checks that the node has what that needs; raises HostFileError.
     """

@@ -35,7 +35,8 @@ _FUNCTIONS = (2, 10)  # STT_FUNC, STT_GNU_IFUNC
 _SEEN_BY_OTHERS = (1, 2)  # STB_GLOBAL, STB_WEAK
 _NOT_HIDDEN = (0, 3)  # STV_DEFAULT, STV_PROTECTED
 
-# Bounds of the search; linkers stay far below.
+# Bounds of the search: program headers, entries of the dynamic segment, and symbols in one chain of
+# a hash table. Linkers stay far below.
 _MAX_PROGRAMS = 128
 _MAX_DYNAMIC = 1024
 _MAX_CHAIN = 4096
@@ -100,7 +101,7 @@ class SharedObject:
         dynamic = [segment for kind, segment in segments if kind == _DYNAMIC_SEGMENT]
         if not dynamic:
             raise ElfError("has no dynamic segment, so no program can load it")
-        self._tags = dict(self._dynamic(dynamic[-1]))
+        self._tags = dict(self._dynamic(dynamic[-1]))  # d_tag → value
 
     def exports(self, name: str) -> bool:
         """Tell whether programs that load the file find a function of that name in it;
@@ -147,7 +148,9 @@ class SharedObject:
             yield tag, value
 
     def _candidates(self, name: bytes) -> Iterator[int]:
-        """Return the symbols that the hash table has for ``name``; some may have another name."""
+        """Return the indices of the symbols that the hash table has for ``name``; some of these may
+        have another name.
+        """
         if _GNU_HASH in self._tags:
             return self._by_gnu_hash(name)
         return self._by_hash(name)
@@ -184,6 +187,7 @@ class SharedObject:
         raise ElfError(f"is damaged: a chain of its hash table has more than {_MAX_CHAIN} symbols")
 
     def _is_export(self, index: int, name: bytes) -> bool:
+        """Tell whether the symbol with that index is a function ``name`` that others can call."""
         begin, info, other, section, value, _ = self._unpack(
             _SYMBOL,
             self._place(_SYMTAB, "table of symbols") + index * _SYMBOL.size,
@@ -208,7 +212,9 @@ class SharedObject:
         )
 
     def _place(self, tag: int, table: str) -> int:
-        """Return the offset in the file of that table of the dynamic segment."""
+        """Return the offset in the file of the table to which ``tag`` of the dynamic segment
+        points; ``table`` is its name in messages.
+        """
         if tag not in self._tags:
             raise ElfError(f"has no {table}, so it exports nothing")
         address = self._tags[tag]
@@ -218,6 +224,7 @@ class SharedObject:
         raise ElfError(f"is damaged: its {table} is at {address:#x}, outside of the file")
 
     def _words(self, offset: int, number: int) -> tuple[int, ...]:
+        """Return that many 32-bit numbers of the hash table."""
         return self._unpack(struct.Struct(f"<{number}I"), offset, "its hash table of symbols")
 
     def _unpack(self, layout: struct.Struct, offset: int, part: str) -> tuple[Any, ...]:
@@ -230,7 +237,10 @@ class SharedObject:
 
 
 def code_loads(library: SharedObject, content: bytes, number: int) -> bool:
-    """Tell whether the library's code has an instruction that loads the number."""
+    """Tell whether the code of ``library``, whose bytes are ``content``, has an instruction that
+    loads ``number``, which has 32 bits. A library is recognised by such constants in its code, e.g.
+    the size of a structure.
+    """
     # on x86-64 an operand, elsewhere a constant among the code
     plain = number.to_bytes(4, "little")
     return any(
@@ -243,9 +253,9 @@ def code_loads(library: SharedObject, content: bytes, number: int) -> bool:
 # On aarch64 a number takes two instructions on one register, which compilers leave together or a
 # few instructions apart: mov for its lower half, and movk for its upper half. In both, the lowest
 # five bits are the register's number, and the highest bit is its width.
-_MOVE, _KEEP = 0x52800000, 0x72A00000
+_MOVE, _KEEP = 0x52800000, 0x72A00000  # mov; movk, which keeps the lower half
 _REGISTER, _WIDE = 0x1F, 1 << 31
-_APART_BYTES = 32
+_APART_BYTES = 32  # from mov to movk, at most
 
 
 def _loads_in_halves(code: bytes, number: int) -> bool:

@@ -47,7 +47,7 @@ _logger = log.get(__name__)
 T = TypeVar("T")
 
 _SPEC_NAME = re.compile(r"vgpu-agent-([0-9a-f]{32})\.json")
-_LOCK_COUNT = 64
+_LOCK_COUNT = 64  # for all tokens, chosen by hash, and as many for all paths
 
 _MAX_LISTED = 4096  # the most names that `sweep` reads from a directory at once
 _SLICE_SECONDS = 0.25  # spent on removing one tree, before the next one
@@ -58,6 +58,7 @@ _RETRY_SECONDS = 600.0  # between two attempts to remove the same tree
 _OF_THE_FILE_SYSTEM = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 )
+# written and removed again, to see whether a file system takes files once more
 _TRIAL_NAME = f"{host_files.TEMPORARY_PREFIX}trial{host_files.TEMPORARY_SUFFIX}"
 _TRIAL_BYTES = 4096  # as much as the spec of a grant
 # unfinished files of earlier versions, which gave them random names
@@ -102,15 +103,17 @@ class GrantDirectory:
                 answered in full in Allocate.
             proc_root: the mount point of procfs, for the mounts of all processes.
             inline: returns the edits behind CDI names, because a spec cannot refer to another one;
-                raises HostFileError for a name without a spec.
+                raises HostFileError for a name without a spec. None: a grant with such names is
+                refused.
             other_directories: directories of the agent, in which a killed agent may have left
                 unfinished files.
             free_disk_space: called in a thread when the disk is full, before one more attempt.
-            on_file_made: called in a thread for each host file that was made for a container.
+            on_file_made: called in a thread with the path of each host file that was made for a
+                container, so that those who guard or read such files know it.
             old_directory: the directory in which earlier versions made directories that containers
                 could change.
-            slots: file systems of a fixed size for the directories of containers, those of each
-                backend; none or no free one means the disk.
+            slots: for each isolation backend, the small file systems in memory for its containers'
+                directories. A directory that gets none is on the disk.
         """
         self._directory = cdi_directory
         self._kept = kept_directory
@@ -122,13 +125,13 @@ class GrantDirectory:
         self._records: dict[str, GrantRecord] = {}
         # those without a spec, which were answered in full in Allocate
         self._prepared: dict[str, GrantRecord] = {}
-        self._changing = threading.Lock()
+        self._changing = threading.Lock()  # held while a thread replaces such a value
         self._locks = tuple(threading.Lock() for _ in range(_LOCK_COUNT))
         self._path_locks = tuple(threading.Lock() for _ in range(_LOCK_COUNT))
         # directories of grants whose ids went to another container; after a restart `sweep` finds
         # them
         self._unowned: set[str] = set()
-        self._failures: dict[str, log.ChangeFilter] = {}  # by event
+        self._failures: dict[str, log.ChangeFilter] = {}  # event → what was journaled
         self._write_failures: dict[str, WriteFailure] = {}  # by directory
         self._other_directories = tuple(other_directories)
         self._free_disk_space = free_disk_space
@@ -139,7 +142,7 @@ class GrantDirectory:
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
         # path → when it is tried again, by the monotonic clock
         self._again_at: dict[str, float] = {}
-        self._hanging = ""  # the path of `_stuck` on which the thread works
+        self._hanging = ""  # the path of `_stuck` on which the thread hangs; empty for none
 
     @property
     def records(self) -> Sequence[GrantRecord]:
@@ -311,7 +314,7 @@ class GrantDirectory:
 
         Args:
             parent: the directory that has the directories of grants.
-            keep: tells whether a name stays.
+            keep: called with the name of a directory; tells whether it stays.
             beat: called between two steps, as the heartbeat of the caller's loop.
 
         Returns:
@@ -327,7 +330,7 @@ class GrantDirectory:
             failed[parent] = {"path": parent, "error": str(err)}
         for name in names:
             path = os.path.join(parent, name)
-            if name.startswith(host_files.ASIDE_PREFIX):
+            if name.startswith(host_files.ASIDE_PREFIX):  # renamed earlier, to be removed
                 trees.append(path)
             elif not keep(name) and not host_files.is_temporary(name):
                 # A temporary name belongs to a start that is about to make its directory.
@@ -390,7 +393,9 @@ class GrantDirectory:
         self._again_at[path] = time.monotonic() + _RETRY_SECONDS
 
     async def _in_own_thread(self, what: str, call: Callable[[], T]) -> T:
-        """Return the result of ``call`` from the own thread; ``what`` is its path, for errors."""
+        """Return the result of ``call`` from the own thread; ``what`` names its path or
+        its work, for errors.
+        """
         result = await self._own_thread.run(what, call, seconds=_DEADLINE_SECONDS)
         if self._hanging:
             self._stuck = {path: why for path, why in self._stuck.items() if path != self._hanging}
@@ -403,6 +408,11 @@ class GrantDirectory:
 
         Text after a space in ``event`` keeps its failures apart from others of that event. It is
         not journalled.
+
+        Args:
+            event: the event's name.
+            level: its log level.
+            failed: all that fails now: a token or a path → the fields of its event.
         """
         changes = self._failures.setdefault(event, log.ChangeFilter())
         for what, facts in failed.items():
@@ -445,6 +455,9 @@ class GrantDirectory:
     def _load_from(
         self, directory: str, notes: list[tuple[str, dict[str, str]]]
     ) -> dict[str, GrantRecord]:
+        """Read the records in ``directory``, by token; add an event with its fields to ``notes``
+        for each damaged file.
+        """
         records: dict[str, GrantRecord] = {}
         try:
             names = sorted(os.listdir(directory))
@@ -524,7 +537,9 @@ class GrantDirectory:
 
     @contextlib.contextmanager
     def _noting(self, directory: str, files: str) -> Iterator[None]:
-        """Remember for `write_failures` that the file system of ``directory`` takes no file."""
+        """Remember for `write_failures` that the file system of ``directory`` takes no file.
+        ``files`` says in words what is written there.
+        """
         try:
             yield
         except HostFileError as err:
@@ -654,6 +669,9 @@ class GrantDirectory:
         return trees
 
     def _sweep(self, path: str) -> str:
+        """Rename a directory that no grant owns; return the new path, empty if it stays or is
+        gone.
+        """
         with self._lock_of(path):
             return "" if path in self._owned() else self._free(path) or ""
 

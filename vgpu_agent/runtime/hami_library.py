@@ -1,8 +1,8 @@
 """Recognise HAMi-core's libvgpu.so among the files that may be delivered.
 
 A file is recognised if it exports the functions in which HAMi-core limits a program, contains the
-name of the variable by which only HAMi-core finds its region, and has in its code the size of the
-region's layout that the agent writes. Called by `delivered_library`.
+name of the variable by which only HAMi-core finds its region, and loads in its machine code, as a
+constant, the size of the region's layout that the agent writes. Called by `delivered_library`.
 """
 
 from __future__ import annotations
@@ -82,5 +82,5 @@ RECOGNITION = Recognition(
     product=_PRODUCT,
     functions=_FUNCTIONS,
     layout=_layout,
-    locks=hami_core.uses_lock,  # a lock file that containers would share
+    locks=hami_core.uses_lock,  # whether it makes a lock file, which containers would share
 )

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 TEMPORARY_PREFIX = ".vgpu-agent-"
 TEMPORARY_SUFFIX = ".tmp"
 
-_PASSABLE = 0o755
-_WRITABLE_BY_OTHERS = 0o022
+_PASSABLE = 0o755  # the mode of missing parents: containers may pass through them
+_WRITABLE_BY_OTHERS = 0o022  # by the group, or by all users
 
 _NEAR_BYTES = 4096  # a page is written, and takes its space, as a whole
 _MAX_LINKS = 40  # followed in one path, as the kernel does
@@ -85,6 +85,10 @@ def make(provision: Provision, mounts: MountTables) -> None:
     """Make the provision's directories, then its files;
     those that exist and are right stay untouched.
 
+    Args:
+        provision: names them.
+        mounts: tells whether a container has an existing file mounted; see `make_file`.
+
     Raises:
         HostFileError: the first that could not be made; those before it are whole.
     """
@@ -92,7 +96,7 @@ def make(provision: Provision, mounts: MountTables) -> None:
         make_directory(directory.path, directory.mode)
     for file in provision.files:
         make_file(file, mounts)
-    if provision.replaces_earlier:
+    if provision.replaces_earlier:  # the container mounts the directory of an earlier version
         _remake(provision)
     require_only_root(mount.host_path for mount in provision.edits.mounts)
 
@@ -108,7 +112,7 @@ def require_only_root(paths: Iterable[str]) -> None:
     Raises:
         HostFileError: it could be replaced, or is named by too many links.
     """
-    judged: set[str] = set()
+    judged: set[str] = set()  # the directories that were found right
     for path in paths:
         _require_only_root(path, judged)
 
@@ -158,10 +162,14 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
     """Make the file as its `HostFile` describes: its parts are (offset, bytes), and all else is
     zero. If it is ``allocated``, all of its space is taken on the disk at once.
 
-    An existing file with the same content stays. One that containers have mounted keeps its inode
-    and gets the parts `HostFile.renewed` in place. One without mounts was left by an ended
-    container. It is replaced by a fresh one, so that the entries of that container's processes
-    burden no new container.
+    An existing file with the same content stays. One that containers have mounted keeps its inode,
+    and only the parts in `HostFile.renewed` (such as limits) are written into it. One without
+    mounts was left by an ended container. It is replaced by a fresh one, so that the entries of
+    that container's processes burden no new container.
+
+    Args:
+        file: its description.
+        mounts: tells whether a container has the existing file mounted.
 
     Raises:
         HostFileError: it cannot be made.
@@ -194,8 +202,8 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
 
 
 def remove_file(directory: str, path: str) -> None:
-    """Remove the file ``path`` within ``directory``, which is the agent's own;
-    fine when it is gone already.
+    """Remove the file with the relative path ``path`` within ``directory``, which is the agent's
+    own; fine when it is gone already.
 
     No link is followed; one in the place of the file is removed itself.
 

@@ -29,11 +29,13 @@ class Libraries:
     State: those that were installed; the files are on the node.
 
     Args:
-        settings: those of the agent's start; the directories stay while it runs.
+        settings: those of the agent's start; the directories of the libraries are not changed while
+            it runs.
         journal: where installations are recorded.
     """
 
     def __init__(self, settings: Settings, journal: Journal) -> None:
+        # name of the backend → the library that the operator delivers for it
         self._delivered = {
             recognition.backend.name: DeliveredLibrary(
                 recognition,
@@ -52,7 +54,9 @@ class Libraries:
         }
 
     async def install(self, settings: Settings) -> Mapping[str, InstalledLibrary]:
-        """Install each library that these settings call for, and return them by backend."""
+        """Install each library that these settings call for, and return them by backend. One that
+        cannot be installed has the reason in ``trouble``.
+        """
         installed = {}
         for name in used_backends(settings):
             library, trouble = self._delivered[name], ""
@@ -78,7 +82,7 @@ class Libraries:
 
 
 def used_backends(settings: Settings) -> tuple[str, ...]:
-    """Return the backends whose library a family that is on needs, in their order."""
+    """Return the backends whose library a family that is on needs, in `RECOGNITIONS`' order."""
     wanted = {
         family.library.backend
         for family in FAMILIES

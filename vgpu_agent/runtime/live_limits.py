@@ -7,9 +7,9 @@ tries again otherwise. A writer locks the slot's bytes, makes the number odd, wr
 even (vgpu-manager §7.7). So a reader never acts on one half of the old limits and one half of the
 new.
 
-The agent writes to the file and does not map it. Each write takes and gives back the file's lock
-in the kernel, so the three become visible in their order on every processor. A killed agent leaves
-an odd number at worst, on which readers give up and keep the limits that they have; the next change
+The agent writes to the file and does not map it. During each write the kernel locks the file
+internally, so the three become visible in their order on every processor. A killed agent leaves an
+odd number at worst, on which readers give up and keep the limits that they have; the next change
 goes on from there. Called in a thread.
 """
 
@@ -41,10 +41,11 @@ if TYPE_CHECKING:
 
 # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, pid
 _FLOCK = struct.Struct("<hhxxxxqqixxxx")
+# how long a writer waits for another one, and the pause between two tries
 _LOCK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.005
-_HEAD = struct.Struct("<2I")
-_WRAP = 0xFFFFFFFF
+_HEAD = struct.Struct("<2I")  # the file begins with its magic number and the version of its layout
+_WRAP = 0xFFFFFFFF  # a sequence number has 32 bits
 # Without following a link, and without waiting for a lease that a container has taken.
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -53,8 +54,8 @@ _changing = threading.Lock()
 
 
 def change_limit(path: str, index: int, limit: SlotLimit) -> None:
-    """Put ``limit`` in force for the card ``index`` of the container with this ``vgpu.config``.
-    Readers see the old limit or the new one.
+    """Put ``limit`` in force for one card of the container with this ``vgpu.config``. ``index`` is
+    that of the card on the host. Readers see the old limit or the new one.
 
     Raises:
         HostFileError: the file is not one of the agent's, or another process is changing that slot.

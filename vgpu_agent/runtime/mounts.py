@@ -31,8 +31,8 @@ class Use(enum.Enum):
 
 
 class _Mount(msgspec.Struct, frozen=True):
-    """One line of a mount table: ``root`` is the mounted part of the file system ``device``, and
-    ``point`` is its mount point.
+    """One line of a mount table: ``root`` is the path, inside the file system ``device``
+    (``major:minor``), of the part that is mounted, and ``point`` is the mount point.
     """
 
     device: bytes
@@ -41,7 +41,7 @@ class _Mount(msgspec.Struct, frozen=True):
 
 
 class MountTables:
-    """The mount tables of all processes below ``proc_root``. Nothing is kept: every question reads
+    """The mount tables of all processes below ``proc_root``. Nothing is kept: every call reads
     them again.
     """
 
@@ -67,9 +67,9 @@ class MountTables:
         if source is None:
             return Use.UNKNOWN
         # Most lines of most tables have nothing to do with us; only those that mention the last
-        # part of the path are taken apart.
+        # part of the path are parsed.
         mentioned = _escape(os.path.basename(real))
-        others = 0
+        others = 0  # tables of other mount namespaces
         own_digest = hashlib.blake2b(own).digest()
         for table in self._tables():
             read = _searched(table, mentioned, source)
@@ -101,8 +101,9 @@ class MountTables:
 
 
 def _searched(path: str, mentioned: bytes, source: _Mount) -> bool | bytes | None:
-    """Return True when a mount in the table comes from ``source``, else a digest of the table;
-    None when it is unreadable.
+    """Return True when a mount in the table at ``path`` comes from ``source``, else a digest of the
+    table; None when it is unreadable. Only lines with ``mentioned`` are
+    parsed.
 
     It is read line by line, because a container can make its table as long as it likes.
     """
@@ -149,7 +150,7 @@ def _is_below(path: bytes, directory: bytes) -> bool:
 
 
 def _source(mounts: list[_Mount], path: bytes) -> _Mount | None:
-    """Find the file system on which ``path`` lies, and its path inside that."""
+    """Find the file system on which ``path`` lies; `root` of the result is the path inside that."""
     # Of two mounts at one place, the later one is seen.
     best: _Mount | None = None
     for mount in mounts:
@@ -162,4 +163,5 @@ def _source(mounts: list[_Mount], path: bytes) -> _Mount | None:
 
 
 def _comes_from(mount: _Mount, source: _Mount) -> bool:
+    """Tell whether the mount shows ``source`` or something in it."""
     return mount.device == source.device and _is_below(mount.root, source.root)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class NotReturnedError(HostFileError):
-    """A job takes too long.
+    """A job takes too long: it has not returned ``how_long``, such as "within 5 s".
 
     Attributes:
         what: the path that it works on.
@@ -40,13 +40,15 @@ _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", "Callable[[], Any
 class OwnThread:
     """A daemon thread for jobs, which does not delay the end of the process.
 
-    State: the job that has taken too long, if there is one; forgotten when it returns.
+    State: the job for which no caller waits any more, because it has taken too long or the caller
+    was cancelled, if there is one; forgotten when it has returned.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        # the path that it works on, when it began (monotonic seconds), and its result
         self._late: tuple[str, float, asyncio.Future[Any]] | None = None
 
     async def run(self, what: str, call: Callable[[], T], *, seconds: float) -> T:
@@ -59,7 +61,7 @@ class OwnThread:
 
         Raises:
             NotReturnedError: it takes too long, or an earlier job has not returned yet.
-            HostFileError: it raised an exception that is no `AgentError`.
+            HostFileError: it raised an exception that is no `AgentError`. Those are passed on.
         """
         if self._late is not None and not self._late[2].done():
             what, since, _ = self._late

@@ -1,10 +1,11 @@
-"""The file with a container's processes for the library of `isolation.vgpu_control`:
-``config/pids.config`` (vgpu-manager §7.7).
+"""The file with a container's processes: ``config/pids.config`` (vgpu-manager §7.7). By it the
+library of `isolation.vgpu_control` knows which processes on a GPU are its container's, where it may
+not look into the host's /proc (``vgpuControl.processes: client``).
 
-The file has one process id per line, in ascending order. The library can read it at any moment, and
-ends its process if it finds no id. So the file is written in place and under a lock, and is cut to
-the new length last. The container mounts the directory read-only, but it can lock a file that it
-can only read. So this code never waits for the lock.
+The file has one process id of the host per line, in ascending order. The library can read it at any
+moment, and ends its process if it finds no id. So the file is written in place and under a lock,
+and is cut to the new length last. The container mounts the directory read-only, but it can lock a
+file that it can only read. So this code never waits for the lock.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The library of `isolation.vgpu_control` has to know which processes of a GPU belong to its own
 container. In client mode (``vgpuControl.processes: client``) it does not look into the host's
 /proc, which would show every tenant's processes to every other. Instead each process that uses a
-GPU calls this service on a unix socket, and the agent writes the numbers of *all* processes of its
+GPU calls this service on a unix socket, and the agent writes the pids of *all* processes of its
 container into the container's own list.
 
 What the caller says about itself is not trusted, only compared. The kernel names the calling
@@ -71,7 +71,7 @@ WAIT_SECONDS = 60.0
 # How often lists are compared with the cgroups; vgpu-manager's registry does so only at a call
 # (vgpu-manager §9). A process begins to use a GPU some time after it has started.
 REFRESH_SECONDS = 1.0
-_GUARD_SECONDS = 5.0  # between two checks that the socket is still ours
+_GUARD_SECONDS = 5.0  # between two checks that the file at the socket's path is still ours
 # How long a call goes on trying while a process of the container has its list locked, and the pause
 # between two tries.
 _LOCK_SECONDS, _LOCK_PAUSE_SECONDS = 1.0, 0.01
@@ -87,8 +87,9 @@ _LIMITS = Limits(connections=_MAX_CONNECTIONS, streams=0, request_bytes=64 * 102
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A call, as the library's client sends it. The token, ``register_uuid``, belongs to another
-    way to grant devices, and is not used here.
+    """A call, as the library's client sends it. ``token`` is no hash of ids but the field
+    ``register_uuid``, a UUID beside the two names. The agent gives containers none, and does not
+    use it.
     """
 
     pod_uid: str
@@ -129,7 +130,14 @@ class _Registered(msgspec.Struct):
 
 
 class _Connection:
-    """An accepted connection: the function that ends it, and how many of its calls are waiting."""
+    """An accepted connection.
+
+    Attributes:
+        caller: the process that has connected, and its container.
+        calls: how many of its calls wait for an answer.
+        end: ends it.
+        silence: the timer that ends it when no call waits.
+    """
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
@@ -167,14 +175,15 @@ class ProcessRegistry:
         self._path = directory / SOCKET
         self._pods, self._journal, self._proc_root = pods, journal, proc_root
         self._cgroups = PodCgroups(cgroup_root)
+        # threads for work on files, which may block; one each, so that neither delays the other
         self._files = OwnThread("container processes")
         self._socket_files = OwnThread("registry socket")
         self._arrived: asyncio.Queue[tuple[socket.socket, Caller]] = asyncio.Queue()
         self._connections: list[_Connection] = []  # oldest first
-        self._calls = RateLimiter()
-        self._registered: dict[tuple[str, str], _Registered] = {}
+        self._calls = RateLimiter()  # those that each container may still make
+        self._registered: dict[tuple[str, str], _Registered] = {}  # by (pod's UID, container)
         self._any = asyncio.Event()  # some container has registered
-        self._changes = log.ChangeFilter()
+        self._changes = log.ChangeFilter()  # tells new failures from repeated ones
 
     @property
     def registered(self) -> dict[tuple[str, str], Member]:
@@ -237,7 +246,7 @@ class ProcessRegistry:
             self._busiest().end()
         made = _Connection(caller)
 
-        def lost() -> None:
+        def lost() -> None:  # called when the connection has ended
             if made in self._connections:
                 self._connections.remove(made)
             if made.silence is not None:
@@ -485,6 +494,9 @@ class ProcessRegistry:
         return f"{resolve_slot(f'{self._containers}/{container_directory(*owner)}')}/{_CONFIG}"
 
     async def _work(self, thread: OwnThread, call: Callable[[], T]) -> T:
+        """Run ``call`` in the thread; if it does not return, the error names the directory of the
+        containers.
+        """
         return await thread.run(str(self._containers), call, seconds=_WORK_SECONDS)
 
 

@@ -44,11 +44,11 @@ _EVENT = struct.Struct("iIII")
 _READ_AT_ONCE = 64 * 1024
 
 _PAUSE_SECONDS = 0.001  # between two looks at files that are being written, however often they are
-_MAX_FILES = 4096
+_MAX_FILES = 4096  # containers of one backend that are looked at
 _MAX_FILES_EACH = 32  # of one container, in one of its directories
-_DEADLINE_SECONDS = 30.0
+_DEADLINE_SECONDS = 30.0  # for one `look` at all files
 _ROOM_SECONDS = 0.5  # the longest that `free_disk_space` waits
-_REST_SECONDS = 10.0  # after a region could not be cut to its size
+_REST_SECONDS = 10.0  # a region that could not be cut to its size is left alone for so long
 _BLOCK_BYTES = 512  # of st_blocks (stat(2))
 _SLACK_BYTES = 128 << 10  # what a file system adds to a file for itself
 
@@ -71,7 +71,8 @@ class GuardedPlace(NamedTuple):
 
 
 class RegionGuard:
-    """The watch over the regions in the directories of grants.
+    """The watch over the files that containers write to. Here *region* means any of them, also
+    those of other backends than HAMi-core.
 
     State: a descriptor and a watch for each region, and the regions that have grown. A new agent
     makes all of it again from the files.
@@ -93,11 +94,13 @@ class RegionGuard:
         self._own_thread = OwnThread("region files")
         self._regions: dict[str, int] = {}  # path → descriptor
         self._watches: dict[int, str] = {}  # of inotify → path
-        self._changing = threading.Lock()
+        self._changing = threading.Lock()  # held while `_regions` and `_watches` are used
         self._inotify = -1
+        # wakes the thread for `free_disk_space`
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._looked = threading.Event()
-        # of regions that were cut (by path), and of failures to "read" and to "watch" them
+        self._looked = threading.Event()  # set once all is cut that `free_disk_space` asked for
+        # what was logged and not again: the paths of regions that were cut, "read" while that
+        # fails, and "watch" once that has failed
         self._changes = log.ChangeFilter()
         # path → until when it is left as it is (monotonic seconds)
         self._rests_until: dict[str, float] = {}
@@ -223,6 +226,7 @@ class RegionGuard:
 
     @staticmethod
     def _found_in(owner: str, place: GuardedPlace) -> Iterator[str]:
+        """Yield the files in the directory ``owner`` of one container."""
         for folder in place.folders:
             with (
                 contextlib.suppress(FileNotFoundError),
@@ -308,12 +312,14 @@ class RegionGuard:
         self._call(self._note, path)
 
     def _owner(self, path: str) -> str:
+        """Return the name of the container's directory that has the file; empty if none has."""
         for place in self._places:
             if path.startswith(f"{place.directory}/"):
                 return path.removeprefix(f"{place.directory}/").partition("/")[0]
         return ""
 
     def _call(self, call: Callable[[str], None], path: str) -> None:
+        """Have the event loop call ``call`` with ``path``."""
         try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call, path)

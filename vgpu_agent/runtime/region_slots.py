@@ -40,7 +40,7 @@ SLOT_KIB = 4096
 _SLOT_INODES = 64
 MAX_SLOTS = 999
 
-# The parent of all slots; see `slots_directory`.
+# The name of the parent of all slots. A slot has a number of three digits as its name.
 _SLOTS = "slots"
 _LINK = re.compile(r"\.\./slots/[0-9]{3}/([^/]+)")
 _NUMBER = re.compile(r"[0-9]{3}")
@@ -110,11 +110,11 @@ class RegionSlots:
         self._parent = slots_directory(regions)
         self._lock = threading.Lock()
         self._next = 0  # the position at which the next search for a free slot begins
-        self._changes = log.ChangeFilter()
+        self._changes = log.ChangeFilter()  # lets a lack of slots be logged only once
 
     def take(self, path: str) -> bool:
         """Give a container a slot: make its directory ``path`` a link into a free slot, unless it
-        exists already.
+        exists already or is not below the parent that these slots are for.
 
         Returns:
             True if ``path`` is a link into a slot. If False, ``path`` is missing or a directory on

@@ -1,12 +1,13 @@
 """Accept the connections of containers to a socket of the agent's, fairly.
 
-Every container that has the socket can connect as often as it likes, and the event loop that
-answers also answers the kubelet. So a separate thread accepts, and asks the kernel which process
-connects. It closes excess connections before the loop learns of them: each container may connect
-and call `BURST` times at once and `PER_SECOND` times a second in the long run, and all containers
-together may connect `ACCEPTED_PER_SECOND` times a second. A client whose connection is closed
-before it is answered connects again after a moment, so this delays the container that is too busy,
-and no other.
+The socket is that of `process_registry`, to which each process of a container that uses a GPU
+reports itself. Every container that has the socket can connect as often as it likes, and the event
+loop that answers also answers the kubelet. So a separate thread accepts, and asks the kernel which
+process connects. It closes excess connections before the loop learns of them: each container may
+connect and call `BURST` times at once and `PER_SECOND` times a second in the long run, and all
+containers together may connect `ACCEPTED_PER_SECOND` times a second. A client whose connection is
+closed before it is answered connects again after a moment, so this delays the container that is too
+busy, and no other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# Every process of a container registers once when it first uses a GPU.
+# For connections, and separately for calls. Every process of a container makes one call, when it
+# first uses a GPU.
 BURST, PER_SECOND = 128.0, 32.0
 ACCEPTED_PER_SECOND = 500
 _MAX_KNOWN = 1024  # callers whose calls are counted
@@ -42,8 +44,8 @@ _ACCEPT_PAUSE_SECONDS = 0.1  # after an error that will not be over at once, suc
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """A connected process, and the container that the kernel says it belongs to; None if it is in
-    none, or has ended already.
+    """A connected process, and the container that its cgroup, read from the kernel, names; None if
+    it is in none, or has ended already.
     """
 
     peer: Peer
@@ -58,6 +60,7 @@ class RateLimiter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # container (None: processes in none) → calls left, and the time at which they were counted
         self._left: collections.OrderedDict[Member | None, tuple[float, float]] = (
             collections.OrderedDict()
         )
@@ -87,7 +90,9 @@ class Acceptor:
         *,
         proc_root: str,
     ) -> None:
-        """Begin to accept; ``arrived`` is called on the event loop, and owns the connection."""
+        """Begin to accept; ``arrived`` is called on the event loop for each accepted connection,
+        and has to close it. ``proc_root`` is where the host's processes are seen.
+        """
         self._listener, self._arrived, self._proc_root = listener, arrived, proc_root
         self._rate_limiter = RateLimiter()
         self._loop = asyncio.get_running_loop()
@@ -105,6 +110,8 @@ class Acceptor:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._closing, select.POLLIN)
+        # When the next connection may be accepted. It lags by a second at most, so no more than
+        # `ACCEPTED_PER_SECOND` are made up for at once after a time without connections.
         allowed_at = time.monotonic()
         try:
             while True:
@@ -134,7 +141,7 @@ class Acceptor:
         except OSError:
             connection.close()
             return
-        # a pid of 0: this process cannot see it
+        # a pid of 0: this process cannot see it; `seen_at` tells a later process with the same pid
         member = member_of(self._proc_root, peer.pid, seen_at=peer.seen_at) if peer.pid else None
         if not self._rate_limiter.take(member):
             connection.close()

@@ -66,6 +66,8 @@ def remove_tree(
 
 
 class _Tree:
+    """The removal of one tree until ``until``, in passes that each remove or move what they can."""
+
     def __init__(self, path: str, until: float, clock: Callable[[], float]) -> None:
         self._path = path
         self._until = until
@@ -167,6 +169,7 @@ class _Tree:
 
     @staticmethod
     def _entered(parent: int | None, name: str) -> int:
+        """Open a directory, made accessible first; without ``parent``, ``name`` is its path."""
         _make_writable(parent, name)
         return os.open(name, _ENTER, dir_fd=parent)
 

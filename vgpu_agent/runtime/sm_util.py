@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 NAME = "sm_util.config"
 _MODE = 0o644
+# of the number of rows, and of the time since when the samples count
 _COUNT, _SEEN = struct.Struct("<I"), struct.Struct("<Q")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 _TRIES, _PAUSE_SECONDS = 4, 0.0001  # a reader copies a slot in less
@@ -57,7 +58,8 @@ class SmUtilFile:
 
     Args:
         directory: made when it is missing; containers mount it.
-        kept_locked: called with the index of a GPU whose lock another process keeps.
+        kept_locked: called with the index of a GPU whose lock another process keeps, each time
+            that a write has tried for a moment to take it, at most once in `_REST_SECONDS`.
 
     Raises:
         HostFileError: the file cannot be made.
@@ -66,6 +68,7 @@ class SmUtilFile:
     def __init__(self, directory: str, kept_locked: Callable[[int], None]) -> None:
         self._path = os.path.join(directory, NAME)
         self._kept_locked = kept_locked
+        # of each slot: until when (monotonic seconds) its lock is tried only once for each write
         self._rests_until = [0.0] * MAX_CARDS
         make_directory(directory)
         self._descriptor = self._opened()
@@ -84,15 +87,15 @@ class SmUtilFile:
         ``since``.
 
         Args:
-            index: of the GPU.
+            index: of the GPU, the number of its slot.
             since: unix microseconds; the samples are not older.
             samples: rows of use, one for each process and time; None where there are no newer ones.
-            compute: the processes that compute.
-            graphics: the processes that draw.
+            compute: rows of the processes that compute.
+            graphics: rows of the processes that draw.
         """
         if not 0 <= index < MAX_CARDS:
             return
-        slot = index * SM_UTIL_SLOT_SIZE
+        slot = index * SM_UTIL_SLOT_SIZE  # where the slot begins in the file
         locked = self._lock(index)
         try:
             if samples is not None:
@@ -111,6 +114,9 @@ class SmUtilFile:
     def _rows(
         self, slot: int, at: int, count_at: int, rows: memoryview, layout: struct.Struct
     ) -> None:
+        """Write ``rows`` of ``layout`` and their number into the slot that begins at ``slot``;
+        ``at`` and ``count_at`` are the places in the slot.
+        """
         if rows.nbytes:
             os.pwrite(self._descriptor, rows, slot + at)
         os.pwrite(self._descriptor, _COUNT.pack(rows.nbytes // layout.size), slot + count_at)

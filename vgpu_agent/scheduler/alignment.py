@@ -67,8 +67,9 @@ class Alignment:
         return choice
 
     def survey(self, pod: Pod, demand: Demand, named: Iterable[Reason]) -> Survey:
-        """Compare a pod with all Nodes that have cards, not only with those that a scheduler has
-        named; ``named`` are the reasons of those. See `Book.survey`.
+        """Tell whether any Node of the cluster may fit a pod, and why the others do not. ``named``
+        are the reasons of those that a scheduler has named; where the demand names cards by UUID,
+        they are the answer.
         """
         return survey_aligned(self._book, demand, self._peers(pod, demand), named)
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import DesiredPod, Pod
 
 _CONFLICT = 409
-_LATE_TRIES = 5
+_LATE_TRIES = 5  # at most, to write the labels that a bound pod lacks
 
 
 class Bindings:
-    """Binds pods; see the module.
+    """Binds pods: by a Binding alone, or after a patch that writes their labels.
 
     State: whether the API server takes labels from Bindings, None while that is unknown. The tasks
     that write late labels.
@@ -78,7 +78,8 @@ class Bindings:
             written = dict(state.labels)
             if self._takes_labels is None and len(labels) > 1:
                 probe = _probe(labels)
-                if probe not in pod.labels:  # its author has set it, and a Binding would not
+                # a label that the pod's author has set needs the patch: see above
+                if probe not in pod.labels:
                     del written[probe]
             await self._patch(pod, {"labels": written})
             check()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_NAMES = 5
+MAX_NAMES = 5  # of Nodes with one reason
 _GIB = 1024  # MiB
 _WHOLE_PERCENT = 100
 _AT_ONCE = 256  # Nodes, or amounts taken of cards, that are counted between two yields
@@ -168,7 +168,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def capacity(views: Sequence[NodeView]) -> Generator[None, None, Capacity]:
-    """Count all cards."""
+    """Count all cards; ``views`` are all Nodes, with their cards and what pods have of them."""
     unfit: dict[tuple[Reason, str], list[str]] = {}
     for view in views:
         if view.unfit is not None:
@@ -232,7 +232,9 @@ class _Types:
     def count(
         self, hardware: Hardware, taken: Sequence[tuple[Amounts, ...]]
     ) -> Generator[None, None, None]:
-        """Count the cards of Nodes with equal cards; ``taken`` is one entry a Node."""
+        """Count the cards of Nodes with equal cards; ``taken`` has for each Node what pods have of
+        each of its cards.
+        """
         for model in {card.model for card in hardware.cards}:
             self._of(model).nodes += len(taken)
         for card, column in zip(hardware.cards, zip(*taken, strict=True), strict=True):

@@ -50,7 +50,7 @@ class FilterDryRun:
             family: reads Nodes and pods.
             read_pod: decodes a pod; it raises `ClusterError`.
             read_node: decodes a Node; it raises `ClusterError`.
-            alignment: finds the peers of a pod.
+            alignment: tells on which Nodes a pod would be too far from its peers.
         """
         self._alignment = alignment
         self._book, self._family = book, family
@@ -90,6 +90,9 @@ class FilterDryRun:
     def _refusals(
         self, pod: Pod, demand: Demand, candidates: Mapping[str, msgspec.Raw | None]
     ) -> Mapping[str, Refusal | None]:
+        """Return Node → why the pod does not fit on it, None where it fits. ``candidates`` has the
+        object of each Node, or None where the request has only names.
+        """
         # `without`: the pod's own cards count as free
         found = dict(self._book.refusals(demand, candidates, without=pod.uid))
         # where the pod has cards already, it is not too far from its peers
@@ -97,6 +100,7 @@ class FilterDryRun:
         fitting = [name for name, refusal in found.items() if refusal is None and name != own]
         for name in self._alignment.too_far(pod, demand, fitting):
             found[name] = Refusal(Reason.LinkTopologyUnsatisfied)
+        # a Node that does not exist yet is judged by its object alone
         for name, raw in candidates.items():
             if raw is not None and not self._book.knows(name):
                 described = cards_of(self._family, self._read_node(raw))

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.shortage import CardRoom
 
 FITS = "Fits"
-MAX_ROWS = 30
-MAX_NAMES = 5
+MAX_ROWS = 30  # of the table, unless each Node has one
+MAX_NAMES = 5  # of Nodes in a row
 _LONGEST_MESSAGE = 600  # characters of kube-scheduler's own report
 
 
@@ -75,12 +75,13 @@ class Facts(msgspec.Struct, frozen=True):
         pod: as the API server has it.
         waiting: more from the same object.
         family: reads the pod.
-        views: all Nodes.
+        views: all Nodes, with their cards and what pods have of them.
         holding: the cards that the pod holds, or that are kept for it; None if there are none.
         kept: set if the pod is not bound, and cards are kept for it.
         filter_calls: kube-scheduler's filter calls about it; None if there was none.
         started_at: unix seconds since which filter calls are remembered.
-        schedulers: ``schedulerName`` of all pods in filter calls.
+        schedulers: ``schedulerName`` of all pods in filter calls: the schedulers that use this
+            extender.
         name_of: the name of a pod by its UID.
         now: unix seconds.
         doubts: reasons why these facts may be out of date or incomplete, in sentences; mostly
@@ -454,7 +455,7 @@ _KINDS = {ContainerKind.INIT: "an init container", ContainerKind.SIDECAR: "a sid
 
 def _request(wanted: PodDemand, views: Sequence[NodeView], keys: KeyNames) -> Iterator[str]:
     """Say what each container asks for, and how its cards are to be chosen."""
-    # how many MiB one unit of memory is
+    # how many MiB one unit of memory is; 0 where Nodes differ
     factors = {view.state.hardware.memory_factor for view in views if view.state is not None}
     factor = factors.pop() if len(factors) == 1 else 0
     for name, container in zip(wanted.names, wanted.demand.containers, strict=True):
@@ -465,7 +466,7 @@ def _request(wanted: PodDemand, views: Sequence[NodeView], keys: KeyNames) -> It
 
 def _amounts(container: ContainerDemand, factor: int, keys: KeyNames) -> str:
     each = "1 card with" if container.number == 1 else f"{container.number} cards, each with"
-    if container.memory_units is None:
+    if container.memory_units is None:  # a percentage of the card's memory instead
         part = container.memory_percent
         memory = "all of its memory" if part == 100 else f"{part} % of its memory"
     elif factor:
@@ -523,6 +524,7 @@ def _rows(
     """Return the rows: first Nodes that fit, then reasons, the most frequent first. With
     ``every_node``, return one row for each Node, by name.
     """
+    # code, reason, note, the reasons of cards, and the Node's name with ``every_node``, else ""
     found: dict[tuple[str, str, str, frozenset[Reason], str], _Collected] = collections.defaultdict(
         _Collected
     )

@@ -57,7 +57,9 @@ _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
 _AGAIN = "kube-scheduler will filter it again"
 _TEXTS = {reason: reason.value for reason in Reason}
-# kube-scheduler tries each pod again after five minutes, whatever the answer was.
+# kube-scheduler tries each pod again after five minutes, whatever the answer was. Within them, the
+# text of a refusal makes it try again at most ten times (`_refusal`). At most `_MAX_REFUSED` pods
+# are remembered for it.
 _TRIES_SECONDS, _MAX_TRIES, _MAX_REFUSED = 300.0, 10, 10_000
 # kube-scheduler names all Nodes that it finds if these are fewer (minFeasibleNodesToFind).
 _LEAST_SAMPLE = 100
@@ -78,7 +80,9 @@ def _shared(names: frozenset[str]) -> frozenset[str]:
 
 
 def _joined(reasons: Iterable[Reason]) -> str:
-    """Return the texts of reasons, in the order of `Reason`."""
+    """Return the texts of reasons, in the order of `Reason`; without any, the text for a Node that
+    is not described (yet).
+    """
     found = set(reasons)
     texts = [_TEXTS[each] for each in Reason if each in found]
     return " or ".join(texts) or _TEXTS[Reason.NodeCacheMiss]
@@ -180,7 +184,7 @@ class Extender:
             clock: unix seconds.
             metrics: counts what is done.
             events: writes events about pods; None writes none.
-            known_pods: receives the facts about pods beside their cards.
+            known_pods: receives the facts about pods beside their cards, such as the group of each.
             leads: tells whether this extender may bind pods now.
         """
         self._leads = leads
@@ -240,6 +244,7 @@ class Extender:
                 )
         promise = self._promises.pop(pod.uid, None)
         if promise is not None and promise.state and pod.node == promise.holding.node:
+            # notes whether the binding has written the labels too, which not every API server does
             self._bindings.note_bound(pod, promise.state)
         held = self._book.holding(pod.uid)
         if held is not None and held.node == pod.node and not pod.ended:
@@ -368,13 +373,14 @@ class Extender:
             if self._events is not None:
                 self._events.invalid(pod, str(err))
             raise
-        if wanted is None:
+        if wanted is None:  # the pod asks for no cards, so each Node suits it
             return FilterResult(
                 nodes={"items": arguments.nodes.items or []} if arguments.nodes else None,
                 node_names=arguments.node_names,
             )
         if self._events is not None and (wrong := self._family.misspelt(pod)):  # its policies
             self._events.policy_invalid(pod, wrong)
+        # name → the Node as kube-scheduler sent it; None where it sent the names only
         candidates = arguments.candidates()
         if not candidates:
             raise RequestRefusedError("No schedulable nodes")
@@ -436,12 +442,14 @@ class Extender:
     def _choose(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice:
         """Choose a Node and cards, and keep them for the pod; an earlier promise ends."""
         self._end_promise(pod.uid)
-        # counts the searches for well linked cards: of all sets, or step by step
+        # Counts the searches for well linked cards: those that compare all sets of cards, and those
+        # that add one card after the other.
         with searches_seen_by(self._metrics.count_search):
             choice = self.alignment.choose(pod, wanted.demand, candidates)
         self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
-            # The fallback says what the cards have where the topology mode could not be followed.
+            # The topology mode: the pod asks for linked cards, or for cards of one NUMA node. The
+            # fallback says what they have where that was not possible.
             self._metrics.count_placed(wanted.demand, choice.fallback)
             if choice.fallback and self._events is not None:
                 mode = wanted.demand.topology_mode
@@ -460,7 +468,7 @@ class Extender:
     def _after_placing(self, pod: Pod, node: str) -> None:
         """Do what kube-scheduler need not wait for; the answer is sent before."""
         self._journal.record("scheduler.placed", pod=pod.full_name, node=node)
-        self._book.prepare(node)
+        self._book.prepare(node)  # compares the changed Node with demands that will come again
 
     def _refusal(self, pod: Pod, demand: Demand, choice: Choice, candidates: int) -> str:
         """Return why a pod fits on none of the candidates: the same text for each of them.

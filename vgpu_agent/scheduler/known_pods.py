@@ -21,7 +21,7 @@ class KnownPod(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         node: the Node that the watch has shown it bound to; empty before.
-        facts: facts that only schedulers use.
+        facts: what only schedulers use, such as its priority, labels and group.
         is_watched: the watch has shown it, and will show its end.
     """
 
@@ -39,6 +39,7 @@ class KnownPods:
 
     def __init__(self) -> None:
         self._pods: dict[str, KnownPod] = {}
+        # group → the UIDs of its pods, in the order in which they were seen
         self._groups: dict[str, dict[str, None]] = {}
 
     def see(self, pod: Pod) -> None:

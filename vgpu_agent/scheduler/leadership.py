@@ -1,4 +1,4 @@
-"""Leader election among extenders: the holder of a Lease (coordination.k8s.io/v1) answers
+"""Leader election among scheduler extenders: the holder of a Lease (coordination.k8s.io/v1) answers
 kube-scheduler, the others refuse to place pods.
 
 A leader that cannot renew the Lease stops before another candidate may take it. A follower measures
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # The time after which a Lease that is not renewed may be taken, and the time for which a leader
 # goes on after its last renewal. With the pause below, another extender answers after 5 s at most.
 LEASE_SECONDS, RENEWED_SECONDS = 3.0, 2.0
-RETRY_SECONDS = 0.5
+RETRY_SECONDS = 0.5  # between two attempts to take or renew the Lease
 # A watch shows a change within some milliseconds. A new leader must not answer with a watch that is
 # behind.
 SETTLING_SECONDS = 1.0
@@ -74,8 +74,8 @@ def _decoded(body: bytes) -> _Lease:
 class Leadership:
     """One candidate for a Lease.
 
-    State: until when it leads, and since when the Lease of another candidate is unchanged, both in
-    the loop's time.
+    State: from when it answers and until when it leads, and since when the Lease of another
+    candidate is unchanged, all in the loop's time.
 
     Attributes:
         holder: the holder of the Lease when it was last read; empty if there was none.
@@ -107,11 +107,12 @@ class Leadership:
         self._api, self._journal, self._on_change, self._clock = api, journal, on_change, clock
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._name, self._namespace, self._identity = name, namespace, identity
+        # loop time; it answers only from a moment after it began to lead
         self._leads_until = self._answers_from = float("-inf")
-        self._reported: bool | None = None
+        self._reported: bool | None = None  # what ``on_change`` was last called with
         # resource version of the Lease of another candidate, and since when it is the same
         self._seen, self._unchanged_since = "", 0.0
-        self._trouble = ""
+        self._trouble = ""  # why the last attempt failed; empty if it did not
         self.holder = ""
 
     @property
@@ -163,6 +164,7 @@ class Leadership:
             self._journal.record("scheduler.lease_kept", error=text)
 
     async def _step(self) -> None:
+        """Read the Lease; create, renew or take it if that is this candidate's to do."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         lease = await self._read()
@@ -200,6 +202,7 @@ class Leadership:
         self._leads_until = since + RENEWED_SECONDS
 
     def _report(self) -> None:
+        """Call ``on_change`` if this candidate has begun or ceased to lead."""
         leads = asyncio.get_running_loop().time() < self._leads_until
         if leads == self._reported:
             return

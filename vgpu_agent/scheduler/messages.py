@@ -108,7 +108,9 @@ class MetaPod(msgspec.Struct):
 
 
 class MetaVictims(msgspec.Struct):
-    """The victims on one Node by their UIDs, and how many of them are more than budgets allow."""
+    """The victims on one Node by their UIDs, and how many of them are more than
+    PodDisruptionBudgets allow.
+    """
 
     pods: list[MetaPod] | None = msgspec.field(name="Pods", default=None)
     violations: int = msgspec.field(name="NumPDBViolations", default=0)
@@ -119,7 +121,7 @@ class Proposal(msgspec.Struct, frozen=True):
 
     Attributes:
         pods: UID → the pod; None where only its UID was sent.
-        violations: how many of them are more than budgets allow.
+        violations: how many of them are more than PodDisruptionBudgets allow.
     """
 
     pods: dict[str, msgspec.Raw | None]

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from vgpu_agent.status import WatchStatus
 
 _PREFIX = "vgpu_scheduler"
-_BUCKETS = tuple(0.0001 * 3**power for power in range(12))  # seconds
+# Bounds of the buckets of histograms: seconds, preempted pods, and cards.
+_BUCKETS = tuple(0.0001 * 3**power for power in range(12))
 _VICTIMS = (0, 1, 2, 4, 8, 16, 32, 64)
-_CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 64)  # cards
-FILTER, BIND, PREEMPT = "filter", "bind", "preempt"
+_CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 64)
+FILTER, BIND, PREEMPT = "filter", "bind", "preempt"  # the verbs of kube-scheduler's calls
+# The results of such a call: done, no Node for the pod, or a call that could not be answered.
 SUCCESS, REFUSED, ERROR = "success", "refused", "error"
 
 
@@ -154,7 +156,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def timed(self, verb: str) -> Iterator[None]:
-        """Measure one call."""
+        """Measure how long one call of kube-scheduler takes, the body of the ``with`` block."""
         began = time.perf_counter()
         try:
             yield
@@ -163,11 +165,11 @@ class Metrics:
             self._seconds.labels(verb, "total").observe(time.perf_counter() - began)
 
     def count(self, verb: str, result: str) -> None:
-        """Count one call."""
+        """Count one call of kube-scheduler."""
         self._verbs.labels(verb, result).inc()
 
     def count_refusals(self, verb: str, reasons: Mapping[Reason, int]) -> None:
-        """Count the Nodes that could not take a pod."""
+        """Count the Nodes that could not take a pod: reason → how many Nodes."""
         for reason, number in reasons.items():
             self._rejects.labels(verb, reason.name).inc(number)
 
@@ -177,12 +179,14 @@ class Metrics:
         label values are bounded: unknown words of a pod count as none.
         """
         self._policies.labels(demand.node_policy, demand.device_policy, demand.topology_mode).inc()
-        if demand.topology_mode != NONE:
+        if demand.topology_mode != NONE:  # the pod asks for one
             result = "fallback" if fallback else "satisfied"
             self._topology.labels(demand.topology_mode, result).inc()
 
     def count_refused(self, demand: Demand, reasons: Iterable[Reason]) -> None:
-        """Count a pod that fits on no Node."""
+        """Count a pod that fits on no Node, if one of the ``reasons`` is that its strict topology
+        mode could not be followed.
+        """
         if not {Reason.LinkTopologyUnsatisfied, Reason.NUMATopologyUnsatisfied}.isdisjoint(reasons):
             self._strict.labels(demand.topology_mode).inc()
 
@@ -200,15 +204,15 @@ class Metrics:
         self._aligned.labels(result).inc()
 
     def count_protected(self, reason: str) -> None:
-        """Count a pod that was no victim."""
+        """Count a pod that must not be preempted, by the reason why."""
         self._protected.labels(reason).inc()
 
     def count_added(self, victims: int) -> None:
-        """Count the victims that were added on a Node."""
+        """Count the victims on one Node that kube-scheduler had not proposed."""
         self._added.observe(victims)
 
     def show_nodes(self, states: Mapping[str, int]) -> None:
-        """Show the number of Nodes in each state."""
+        """Show the number of Nodes in each state, instead of what an earlier call has shown."""
         self._nodes.clear()
         for state, number in states.items():
             self._nodes.labels(state).set(number)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.capacity import Amount, Capacity, Cards, CardType
     from vgpu_agent.scheduler.explain import Explanation, Row
 
+# code of a reason → its words
 _PHRASES = {reason.name: reason.value for reason in Reason}
 
 
@@ -35,6 +36,7 @@ def explanation(found: Explanation) -> str:
         is_placed = found.situation in {Situation.BOUND.value, Situation.KEPT.value}
         title = "Nodes, for one more such pod" if is_placed else "Nodes"
         lines += ["", title, *_columns([_HEADER, *(_cells(row) for row in found.table)])]
+        # all=1 is the parameter of `/explain`, --all the flag of `vgpu-agent why`
         if found.left_out:
             lines.append(f"  … and {found.left_out} more rows; all=1 (--all) shows every Node")
         elif not is_of_one:
@@ -147,6 +149,7 @@ def _buckets(card_type: CardType) -> Iterator[tuple[str, ...]]:
 
 
 def _names(names: Sequence[str], count: int) -> str:
+    """Return the names of the first of ``count`` Nodes, and how many more there are."""
     more = count - len(names)
     return f"{', '.join(names)} and {more} more" if more > 0 else ", ".join(names)
 

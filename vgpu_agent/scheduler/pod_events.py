@@ -2,7 +2,7 @@
 (vgpu-manager §5.2).
 
 A pod that fits nowhere is filtered again and again, each time with another sample of the Nodes. So
-a pod gets at most one event a minute for each reason. Those of its bind are not counted.
+a pod gets at most one event a minute for each reason. The events about its bind have no such limit.
 
 An event costs the API server as much as a Binding. So while many pods are bound at once, the events
 about bound pods wait in a queue: they must not delay the Bindings. The event that a Node was found
@@ -36,7 +36,7 @@ BOUND_AT_ONCE, BOUND_A_SECOND = 20, 10
 _MAX_WAITING = 10_000
 _NAMES = 5  # of Nodes, for each reason, or of groups
 _GANG_CHARACTERS = 80
-_MAX_REMEMBERED = 10_000  # pods, each with one reason
+_MAX_REMEMBERED = 10_000  # times of events, each of one pod and reason
 
 
 class PodEvents:
@@ -75,7 +75,9 @@ class PodEvents:
             self._spend(now)
 
     def not_preempted(self, pod: Pod, nodes: int) -> None:
-        """Say that a preemption would make room for a pod on none of the Nodes."""
+        """Say that a preemption would make room for a pod on none of the Nodes, of which there are
+        ``nodes``.
+        """
         self._raise_if_due(
             pod,
             NOT_PREEMPTED,
@@ -92,7 +94,9 @@ class PodEvents:
         self._raise_if_due(pod, GANG_DISRUPTED, lambda: _disruption(pod.namespace, gangs))
 
     def fell_back(self, pod: Pod, node: str, mode: str, fallback: str) -> None:
-        """Say that a pod's topology mode could not be followed, and what its cards have instead."""
+        """Say that a pod's topology mode could not be followed, and what its cards have instead of
+        the links or the NUMA node that ``mode`` asks for (``fallback``).
+        """
         self._raise_if_due(pod, FALLBACK, lambda: f"{mode} is not possible on {node}: {fallback}")
 
     def bound(self, pod: Pod, holding: Holding, numbers: Mapping[str, int]) -> None:
@@ -101,7 +105,7 @@ class PodEvents:
             f"GPU {numbers.get(card.uuid, '?')} ({card.uuid}): "
             f"{f'{card.cores_percent} %' if card.cores_percent else 'no limit'} of compute, "
             f"{card.memory_mib} MiB of memory"
-            for each in holding.cards
+            for each in holding.cards  # the cards of each container
             for card in each
         )
         self._waiting.append((pod, f"Bound to {holding.node} with {cards}"))

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 _NODES_AT_ONCE = 16
 
 # Why a pod must not be preempted, beside the reasons in `SchedulingFacts.protected`: it is
-# critical, static, or of a DaemonSet.
+# critical, static, or of a DaemonSet. `_NOT_BOUND`: it has cards in the book, but is not known to
+# be bound.
 _NOT_BOUND, _SAME_GANG, _NOT_LOWER = "not_bound", "same_gang", "not_lower_priority"
 
 
@@ -96,15 +97,15 @@ class Preemption:
 
         Args:
             book: the cards of all Nodes.
-            family: reads pods.
+            family: reads what a pod asks of cards.
             read_pod: decodes a pod with `Pod.scheduling`; it raises `ClusterError`.
-            known_pods: facts about pods.
+            known_pods: pods that are bound or in a group, with the facts that only schedulers use.
             alignment: finds the peers of a pod.
             budgets: all PodDisruptionBudgets.
             resources_of_node: Node → the extended resources that it has, which kube-scheduler may
                 count.
             journal: records the answers.
-            metrics: counts the answers.
+            metrics: counts the answers; None where nobody reads the counts.
             events: writes events about pods; None writes none.
         """
         self._book, self._family, self._read_pod = book, family, read_pod
@@ -134,6 +135,7 @@ class Preemption:
         if pod.node:
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {pod.node} already")
         proposals = arguments.proposals()
+        # asks for no card: kube-scheduler's victims are right
         if (wanted := self._family.read_demand(pod)) is None:
             return {name: _unchanged(proposal) for name, proposal in proposals.items()}
         if pod.scheduling is None:
@@ -183,7 +185,9 @@ class Preemption:
             self._events.not_preempted(pod, asked)
 
     def _on_node(self, name: str, proposal: Proposal, preemptor: _Preemptor) -> MetaVictims | None:
-        """Return the victims on a Node; None where no preemption would make the pod fit."""
+        """Return the victims on a Node; None where no preemption would make the pod fit.
+        ``proposal`` has the victims that kube-scheduler has chosen.
+        """
         view = self._book.cards_in_use(name)
         if view is None:
             return None
@@ -225,10 +229,11 @@ class Preemption:
         near: Collection[int] = (),
     ) -> Sequence[Victim] | None:
         """Return the victims for a pod that may use ``cards``, by default all of the Node. Victims
-        on the cards ``near`` are preferred.
+        on the cards ``near``, those near the pod's peers, are preferred. Cards are given by number.
         """
         every = range(len(view.hardware.cards))
         outside = set(every).difference(every if cards is None else cards)
+        # the Node's cards, from which pods are taken away to see whether the pod fits then
         room = Room(
             preemptor.demand,
             view.hardware,
@@ -251,7 +256,8 @@ class Preemption:
             self._others(view, proposal, preemptor, near),
             preemptor=preemptor.facts,
             budgets=self._budgets,
-            # whether kube-scheduler counts it: native ones (cpu), and the Node's extended ones
+            # whether the Node must have enough of it for kube-scheduler, too: all native resources
+            # (cpu), and extended ones that the Node has
             is_counted=lambda resource: "/" not in resource or resource in resources,
         )
 
@@ -303,7 +309,9 @@ class Preemption:
     def _others(
         self, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor, near: Collection[int]
     ) -> Sequence[Victim]:
-        """Return the other pods of the Node that hold cards and may be preempted."""
+        """Return the pods that hold cards of the Node and may be preempted, without those that
+        kube-scheduler has proposed; the most important first.
+        """
         if preemptor.facts.priority is None:
             return ()
         found = []

@@ -1,5 +1,5 @@
-"""Records of single pods for ``/explain``: names, and kube-scheduler's filter calls about each. No
-scheduling decision depends on them.
+"""Records of single pods for the extender's answers to ``/explain``, which say why a pod waits:
+names, and kube-scheduler's filter calls about each. No scheduling decision depends on them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class PodRecords:
 
     Attributes:
         started_at: unix seconds since which filter calls are remembered.
-        schedulers: ``spec.schedulerName`` of the pods in filter calls.
+        schedulers: ``spec.schedulerName`` of the pods in filter calls, as keys, at most
+            `_MAX_SCHEDULERS`. A pod of another scheduler never comes to the extender.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -63,7 +64,9 @@ class PodRecords:
         self._filter_calls.pop(uid, None)
 
     def note_filter_call(self, pod: Pod, nodes: int, node: str) -> None:
-        """Remember a filter call: the number of Nodes in it, and the chosen one."""
+        """Remember a filter call: the number of Nodes in it, and the one in the answer; empty if
+        the pod fitted on none.
+        """
         before = self._filter_calls.pop(pod.uid, None)
         times = before.times + 1 if before else 1
         self._filter_calls[pod.uid] = FilterCalls(times, self._clock(), nodes, node)

@@ -58,9 +58,9 @@ _logger = log.get(__name__)
 
 # kube-scheduler sends up to 5,000 names, or as many Nodes as fit (vgpu-manager §5.1).
 MAX_BODY_BYTES = 7 * 1024 * 1024
-_PROMISE_CHECK_SECONDS = 1.0
+_PROMISE_CHECK_SECONDS = 1.0  # the pause between two checks of promises, and of binds
 _BACKOFF_MIN_SECONDS, _BACKOFF_MAX_SECONDS = 1.0, 30.0
-_STUCK_SECONDS = 30.0
+_STUCK_SECONDS = 30.0  # a loop without a sign of life for so long is reported as stuck
 _STOP_SECONDS = 5.0
 _MAX_EVENTS = 2048  # in the queue; a job of many pods raises one for each pod within seconds
 _LEADER, _FOLLOWER = "leader", "follower"
@@ -270,6 +270,7 @@ class Service:
             read_pod=read_pod,
             api=self._client,
             is_ready=lambda: self.is_ready,
+            # with the Lease of kube-scheduler, `leads` is always true, and only the role tells
             leads=lambda: self.leads and self._known_role.value is not False,
             watches=lambda: (self._nodes.status, self._pods.status),
         )
@@ -354,6 +355,9 @@ class Service:
     async def _expire_promises(
         self, supervisor: Supervisor, certificate: Certificate | None
     ) -> None:
+        """End promises whose time is over. The same loop freezes objects once, after the start, and
+        loads a renewed certificate.
+        """
         has_frozen = False
         while True:
             supervisor.beat("promises")
@@ -409,7 +413,7 @@ class Service:
     async def _follow_scheduler(self, lease: Lease, beat: Callable[[], None]) -> None:
         """Set the role to that of the kube-scheduler in the same pod."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{lease.namespace}/leases/{lease.name}"
-        trouble = ""
+        trouble = ""  # the error recorded last, so that the same one is not recorded again
         while True:
             beat()
             try:
@@ -437,7 +441,7 @@ class Service:
         """
         options, role = self._options, self._known_role
         written: bool | None = None
-        trouble = ""
+        trouble = ""  # the error recorded last, so that the same one is not recorded again
         while True:
             beat()
             leads, version = role.value, role.version
@@ -576,7 +580,8 @@ class Service:
 async def _serve(
     runner: web.AppRunner, *, host: str | None, port: int, tls: ssl.SSLContext | None, flag: str
 ) -> int:
-    """Listen, on all addresses without a host, and return the port.
+    """Listen, on all addresses without a host, and return the port. ``flag`` is the option that
+    sets it, for the error.
 
     Raises:
         ListenError: the port cannot be listened on.

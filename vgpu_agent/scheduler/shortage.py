@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 MAX_NAMES = 5  # of Nodes, pods or product names in one sentence
 _LONGEST_NAME = 100
 _WHOLE_PERCENT = 100
+# reasons that are about the cards that the pod selects, not about what is free on them
 _MISMATCHES = (Reason.DeviceTypeMismatch, Reason.DeviceUUIDMismatch)
+# topology mode of a pod, which its cards must satisfy → how the cards belong together
 _REASON_OF_MODE = {
     LINK_STRICT: "joined by NVLink",
     NUMA_STRICT: "on one NUMA node",
@@ -39,7 +41,7 @@ class CardRoom(msgspec.Struct, frozen=True):
     """The rest of a card that can serve another container.
 
     Attributes:
-        card: its number.
+        card: its number, which is its place among the Node's cards.
         memory_mib: free memory.
         cores_percent: free compute.
         slots: free slots.
@@ -55,10 +57,10 @@ class CardRoom(msgspec.Struct, frozen=True):
 
 def rooms(view: NodeView, unwanted: Mapping[int, Reason]) -> list[CardRoom]:
     """Return the rest of each card of a Node that can serve another container: that is not
-    blocked (unhealthy, or divided by MIG), is not in ``unwanted``, the cards that the pod excludes,
-    and has a slot, memory and compute left.
+    blocked (unhealthy, or divided by MIG), is not in ``unwanted``, the numbers of the cards that
+    the pod's lists of types or UUIDs rule out, and has a slot, memory and compute left.
     """
-    if view.state is None:
+    if view.state is None:  # the Node can take no pod at all (`view.unfit`)
         return []
     found = []
     for number, (card, (slots, memory_mib, cores_percent)) in enumerate(
@@ -81,7 +83,9 @@ def rooms(view: NodeView, unwanted: Mapping[int, Reason]) -> list[CardRoom]:
 
 
 class _Best:
-    """The largest figure so far, and the Node and cards that have it."""
+    """The largest figure, such as an amount of free memory, that was offered so far, and the Node
+    and the numbers of the cards that have it.
+    """
 
     __slots__ = ("cards", "figure", "view")
 
@@ -100,18 +104,21 @@ class _Figures:
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
-        self._most = demand.most_cards
+        self._most = demand.most_cards  # of the container that asks for the most cards
         self.nodes = 0
-        self.names: list[str] = []
-        self.notes: dict[str, str] = {}  # note → a Node that has it
-        # what the least of the best `most_cards` cards of a Node has free
+        self.names: list[str] = []  # of the first `MAX_NAMES` Nodes
+        # detail of why a Node can take no pod → a Node with this detail
+        self.notes: dict[str, str] = {}
+        # the amount that each of the best `most_cards` cards of a Node has free, at least
         self.memory, self.cores = _Best(), _Best()
-        # of one card, whether free or not
+        # all memory and all compute of one card, whether free or not
         self.size, self.core_size = _Best(), _Best()
         # the free slots, memory and compute of all cards of a Node together
         self.slots, self.all_memory, self.all_cores = _Best(), _Best(), _Best()
-        # cards of a Node: not blocked; with all memory free and enough compute; without any pod
+        # the number of cards of a Node: not blocked; with all memory free and enough compute for
+        # any container of the pod; without any pod
         self.usable, self.untouched, self.empty = _Best(), _Best(), _Best()
+        # why cards are blocked → how many cards of these Nodes
         self.blocked: collections.Counter[Reason] = collections.Counter()
 
     def add(self, group: Group) -> None:
@@ -137,7 +144,8 @@ class _Figures:
         self.empty.offer(sum(each.is_untouched for each in left), view)
         self.all_memory.offer(sum(each.memory_mib for each in left), view)
         self.all_cores.offer(sum(each.cores_percent for each in left), view)
-        # the amounts taken of a card are slots, memory and compute, in this order
+        # the numbers of the cards of which no memory is taken; the amounts taken of a card are
+        # slots, memory and compute, in this order
         whole = [
             each.card
             for each in left
@@ -164,7 +172,8 @@ def sentences(
     name_of: Callable[[str], str],
 ) -> Generator[None, None, tuple[str, ...]]:
     """Say for each reason what is missing on the Nodes that have it. Nodes that the pod could use
-    come first, then those with other cards, then those that can take no pod.
+    come first, then those without enough cards of the types or UUIDs that it selects, then those
+    that can take no pod. Nothing is said of Nodes on which it fits.
 
     Args:
         demand: of the pod.
@@ -183,6 +192,7 @@ def sentences(
         + _SENTENCES.get(reason, _unfit)(_Missing(reason, figures, demand, keys, name_of))
         for reason, figures in sorted(by_reason.items(), key=_order)
     ]
+    # `names_cards`: it selects cards by UUID
     if found and (demand.names_cards or demand.include_types or demand.exclude_types):
         wanted = yield from _wanted(demand, groups, name_of)
         found.append(_exist(wanted, demand, keys))
@@ -190,6 +200,7 @@ def sentences(
 
 
 def _order(each: tuple[Reason, _Figures]) -> tuple[bool, bool, int]:
+    """Return the key by which `sentences` sorts the reasons."""
     reason, figures = each
     return reason not in _SENTENCES, reason in _MISMATCHES, -figures.nodes
 
@@ -199,6 +210,7 @@ def _reason(group: Group, reason: Reason, demand: Demand) -> Reason:
     the pod wants, the room on the others does not matter, although filter may name it.
     """
     state = group.views[0].state
+    # reason → number of cards of one Node that it concerns
     mismatches = {each: group.cards.get(each, 0) for each in _MISMATCHES}
     if state is None or len(state.taken) - sum(mismatches.values()) >= demand.most_cards:
         return reason
@@ -220,7 +232,7 @@ def possible_changes(changes: Changes, demand: Demand, keys: KeyNames) -> tuple[
 
 
 def _changed(change: Change, demand: Demand, keys: KeyNames) -> str:
-    # None for a percentage of a card's memory
+    # for each container, in units of the memory resource; None for a percentage of a card's memory
     memory = [each.memory_units for each in demand.containers]
     cores = max(each.cores_percent for each in demand.containers)
     match change.field:
@@ -241,15 +253,23 @@ def _changed(change: Change, demand: Demand, keys: KeyNames) -> str:
             return f"With the annotation {keys.topology_mode}: {change.value}"
     removed = (
         f"annotation {keys.memory_policy}"
-        if change.field == "memory_policy"
+        if change.field == "memory_policy"  # the others are `types` and `uuids`
         else _selection(demand, keys, types=change.field == "types")
     )
     return f"Without the {removed}"
 
 
 class _Wanted(msgspec.Struct, frozen=True):
-    """The cards that a pod selects by type or UUID, over all Nodes; the blocked ones are unhealthy
-    or divided by MIG.
+    """The cards that a pod selects by type or UUID, over all Nodes.
+
+    Attributes:
+        cards: their number.
+        nodes: the number of Nodes that have some.
+        untouched: the number of these cards that are not blocked, and of which no pod has a share.
+        blocked: the number of these cards that are unhealthy or divided by MIG.
+        holders: the names of the first pods that have shares of these cards.
+        more_holders: the number of further pods that have some.
+        models: the product names of all cards, selected or not, the most frequent first.
     """
 
     cards: int = 0
@@ -258,7 +278,7 @@ class _Wanted(msgspec.Struct, frozen=True):
     blocked: int = 0
     holders: tuple[str, ...] = ()
     more_holders: int = 0
-    models: tuple[str, ...] = ()  # of all cards, the most frequent first
+    models: tuple[str, ...] = ()
 
 
 def _wanted(
@@ -307,8 +327,8 @@ class _Missing(msgspec.Struct, frozen=True):
     """The parts of the sentence about a reason.
 
     Attributes:
-        reason: of all these Nodes.
-        figures: of these Nodes.
+        reason: why the Nodes that the sentence is about refuse the pod.
+        figures: the best figures of these Nodes.
         demand: of the pod.
         keys: the names of resources and annotations.
         name_of: the name of a pod by its UID.
@@ -329,6 +349,7 @@ def _slots(missing: _Missing) -> str:
             f"the pod wants {counted(demand.most_cards, 'card')} of one Node for itself; the most "
             f"cards without any pod on one are {best.figure}{_on(best)}. Wait until pods there end."
         )
+    # what the pod takes in all: slots, MiB and percent; the arguments matter for the MiB only
     slots, _, _ = total(demand, memory_factor=1, whole_card_mib=0)
     return (
         f"slots are missing. The pod takes {counted(slots, 'slot')} of cards of "
@@ -359,6 +380,7 @@ def _out_of_use(missing: _Missing) -> str:
 def _topology(missing: _Missing) -> str:
     demand = missing.demand
     how = _REASON_OF_MODE.get(demand.topology_mode, "that belong together")
+    # the mode that prefers the same cards, and does not demand them
     looser = LINK if missing.reason is Reason.LinkTopologyUnsatisfied else NUMA
     return (
         f"no {counted(demand.most_cards, 'free card')} {how}, as the annotation "
@@ -368,6 +390,7 @@ def _topology(missing: _Missing) -> str:
 
 
 def _memory_policy(missing: _Missing) -> str:
+    # with `VIRTUAL`, the pod wants a Node that offers more memory than its cards have
     policy = missing.demand.memory_policy
     return (
         f"the memory of the cards is {'physical' if policy == VIRTUAL else 'virtual'}, and the "
@@ -377,7 +400,7 @@ def _memory_policy(missing: _Missing) -> str:
 
 
 def _notes(missing: _Missing) -> str:
-    """Return the notes on the Nodes beside the reason, each with one Node that has it."""
+    """Return the details beside the reason, each with one Node that has it."""
     return "".join(
         f" {shortened(name, _LONGEST_NAME)} has: {note}."
         for note, name in list(missing.figures.notes.items())[:MAX_NAMES]
@@ -424,12 +447,13 @@ def _malformed(key: str, notes: str) -> str:
 def _memory(missing: _Missing) -> str:
     figures, demand, keys = missing.figures, missing.demand, missing.keys
     units = [each.memory_units for each in demand.containers]  # None for a percentage of a card
+    # percentage of a card's memory → number of cards of which a container asks for it
     parts = {
         each.memory_percent: each.number for each in demand.containers if each.memory_units is None
     }
-    most = max((each or 0 for each in units), default=0)
+    most = max((each or 0 for each in units), default=0)  # units on one card
     view = figures.size.view
-    # how many MiB one unit of memory is
+    # how many MiB one unit of the memory resource is
     factor = view.state.hardware.memory_factor if view is not None and view.state else 1
     asked = most * factor
     if asked > figures.size.figure:
@@ -460,6 +484,7 @@ def _memory(missing: _Missing) -> str:
             else f"{_best_node(figures.memory, 'MiB', demand)}; the pod asks for {asked} MiB on "
             f"each of {demand.most_cards} cards of one Node."
         )
+    # in MiB, summed over the pod's cards; a percentage of a card counts as 0 here
     _, needed, _ = total(demand, memory_factor=factor, whole_card_mib=0)
     return (
         f"not enough memory for the whole pod, which takes {needed} MiB of cards of one Node; the "
@@ -553,7 +578,7 @@ def _exist(wanted: _Wanted, demand: Demand, keys: KeyNames) -> str:
 
 
 def _selection(demand: Demand, keys: KeyNames, *, types: bool) -> str:
-    """Name the annotations by which the pod selects cards."""
+    """Name the annotations by which the pod selects cards: by ``types``, or else by UUIDs."""
     pairs = (
         ((keys.include_types, demand.include_types), (keys.exclude_types, demand.exclude_types))
         if types
@@ -570,6 +595,7 @@ def _selection(demand: Demand, keys: KeyNames, *, types: bool) -> str:
 
 
 def _blocked(blocked: collections.Counter[Reason]) -> str:
+    """Say how many cards are blocked, and why; empty if none are."""
     texts = {
         Reason.DeviceUnhealthy: "unhealthy",
         Reason.DeviceMIGEnabled: "divided by MIG",
@@ -600,11 +626,12 @@ def _best_node(best: _Best, unit: str, demand: Demand) -> str:
 
 
 def _on(best: _Best) -> str:
+    """Name the Node that has the figure, in parentheses; empty if the figure is 0."""
     return f" (on {best.view.name})" if best.view is not None and best.figure else ""
 
 
 def _holders(view: NodeView, numbers: Iterable[int]) -> list[str]:
-    """Return the UIDs of the pods that hold one of the cards."""
+    """Return the UIDs of the pods that hold one of the cards of a Node, given by numbers."""
     uuids = {view.uuids[number] for number in numbers}
     return [
         uid

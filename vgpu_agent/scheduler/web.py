@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SLICE_SECONDS = 0.002
-_PAUSE_SECONDS = 0.002
+_PAUSE_SECONDS = 0.002  # between two slices of an explanation
 _KEPT_SECONDS = 1.0  # for which an answer of `/capacity` is given again
 # computing time of an explanation after which it stops counting pods and trying changes
 _MOST_SECONDS = 3.0
 _GET_SECONDS = 5.0  # for the pod
 _MAX_WAITING = 8
-_MAX_GATES = 16
+_MAX_GATES = 16  # scheduling gates of the pod that an explanation names
 _POD = re.compile(r"[^/]+/[^/]+")
 _FORMATS = ("json", "text")
 _SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
@@ -73,8 +73,8 @@ class OperatorEndpoints:
         Args:
             extender: has the promises to pods.
             book: the cards of all Nodes.
-            family: reads pods.
-            read_pod: decodes a pod; it raises `ClusterError`.
+            family: reads from annotations and limits what a pod asks for and what it holds.
+            read_pod: decodes the JSON of a pod; it raises `ClusterError` if that cannot be read.
             api: the API server.
             is_ready: tells whether all Nodes and pods were read.
             leads: tells whether this extender answers kube-scheduler.
@@ -98,6 +98,10 @@ class OperatorEndpoints:
     def _answered(
         self, handler: Callable[[web.Request], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Let ``handler`` answer only while the book is complete and few requests wait, and turn a
+        wrong parameter into an answer with status 400.
+        """
+
         async def answer(request: web.Request) -> web.Response:
             if not self._is_ready():
                 return _error(
@@ -127,6 +131,7 @@ class OperatorEndpoints:
         namespace, _, short = name.partition("/")
         if not (_POD.fullmatch(name) and is_object_name(namespace) and is_object_name(short)):
             raise _BadRequestError("name the pod: /explain?pod=NAMESPACE/NAME")
+        # whether the table has a row for each Node, not one for each group of equal Nodes
         every_node = _SWITCH.get(query.get("all", "0"))
         if every_node is None:
             raise _BadRequestError("all is 1 or 0")
@@ -140,7 +145,7 @@ class OperatorEndpoints:
         except ClusterError as err:
             if err.status != 404:
                 return _error(502, f"pod {name} cannot be read: {err}")
-            found = unknown(name)
+            found = unknown(name)  # says that there is no such pod
         else:
             found = await self._about(pod, read_waiting(raw), every_node=every_node)
         status = 404 if found.situation == Situation.UNKNOWN.value else 200
@@ -150,6 +155,7 @@ class OperatorEndpoints:
         async with self._one_at_a_time:
             extender = self._extender
             records = extender.records  # what kube-scheduler has asked so far
+            # the cards that are kept for the pod from filter to bind
             kept = None if pod.node else extender.kept(pod.uid)
             holding = self._book.holding(pod.uid)
             if not pod.node and kept is None and holding is not None:
@@ -163,9 +169,9 @@ class OperatorEndpoints:
                 holding=holding,
                 kept=kept,
                 filter_calls=records.filter_calls(pod.uid),
-                started_at=records.started_at,
+                started_at=records.started_at,  # since then filter calls are remembered
                 schedulers=tuple(records.schedulers),
-                name_of=extender.name_of,
+                name_of=extender.name_of,  # of a pod, by its UID
                 now=self._clock(),
                 doubts=self._doubts(),
             )
@@ -223,6 +229,7 @@ class _Slices:
         self, pause_seconds: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._pause_seconds, self._clock = pause_seconds, clock
+        # when the present slice began, and the computing time of the slices before it
         self._began, self._before = clock(), 0.0
 
     @property

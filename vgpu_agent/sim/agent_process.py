@@ -80,7 +80,7 @@ class CommandProcess:
         self._environment = dict(environment or {})
         self.public_address = ""
         self._process: asyncio.subprocess.Process | None = None
-        self._log_from = 0
+        self._log_from = 0  # the size of the log file before this run
 
     @property
     def pid(self) -> int:
@@ -215,6 +215,9 @@ class AgentProcess(CommandProcess):
 
     State: the child process and its log file; `start` may be called again after it has ended, and
     appends to the log.
+
+    Attributes:
+        debug_address: ``host:port`` of its debug pages, once it serves them.
     """
 
     def __init__(
@@ -239,8 +242,8 @@ class AgentProcess(CommandProcess):
         Args:
             log_path: where its log goes.
             kubelet: the kubelet's root directory.
-            simulate: directory of the simulated GPUs.
-            config: its configuration file.
+            simulate: directory of the simulated GPUs; None for the GPUs of this machine.
+            config: its configuration file; None for none.
             listen: the value of the flag ``--listen``.
             debug_listen: the value of the flag ``--debug-listen``.
             flags: more flags of ``run``.

@@ -31,7 +31,8 @@ _EDIT_KEYS = {"env", "deviceNodes", "mounts", "hooks", "additionalGids"}
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """The environment, mounts and device nodes of one start of a container.
+    """The environment, mounts and device nodes that a container receives at a start, or the part
+    of them that one spec or device adds.
 
     Attributes:
         environment: variable → value.
@@ -65,10 +66,10 @@ def received(
         answer: the answers of the device plugins, as the kubelet has merged them.
         directory: where CDI specs lie; None for a runtime that does not know CDI, and ignores
             names.
-        variables: those of the pod's specification. The kubelet appends them to the answer's
-            variables, so they win over these. The runtime applies CDI edits to the finished
-            specification, so the edits win over both (kubelet's GenerateRunContainerOptions, CDI's
-            ContainerEdits.Apply).
+        variables: those of the container in the pod's spec. The kubelet appends them to the
+            answer's variables, so they win over these. The runtime applies CDI edits to the
+            finished OCI specification of the container, so the edits win over both (kubelet's
+            GenerateRunContainerOptions, CDI's ContainerEdits.Apply).
 
     Raises:
         SimulationError: a name that no spec has, or a spec that no runtime would take: such a
@@ -93,7 +94,7 @@ def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
     """Yield the edits of each device, and before the first device of a spec the edits that all its
     devices have in common.
     """
-    common: set[str] = set()
+    common: set[str] = set()  # the kinds whose common edits have been yielded
     for name in names:
         matched = _NAME.fullmatch(name)
         if matched is None:

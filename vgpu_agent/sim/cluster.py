@@ -39,12 +39,14 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.api.objects import Object
     from vgpu_agent.sim.kubelet.kubelet import Pod
 
-_PUBLISH_SECONDS = 0.05
+_PUBLISH_SECONDS = 0.05  # between two writes of the Node's status, if it has changed
 
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """One start of one container."""
+    """One start of one container; ``received`` is the environment, mounts and device nodes that it
+    got.
+    """
 
     pod: str
     pod_uid: str
@@ -96,6 +98,7 @@ class SimulatedCluster:
         self.kubelet = SimulatedKubelet(self.kubelet_directory)
         self.started: list[Started] = []
         self.refusals: list[tuple[str, str, str]] = []
+        # name of a container → set when its image is there
         self._pulling: dict[str, asyncio.Event] = {}
         self.hold_admission = False
         self._resolves_cdi = _resolves_cdi(runtime_version)
@@ -175,7 +178,7 @@ class SimulatedCluster:
         return self.api.objects
 
     def create_node(self, **metadata: Any) -> Object:
-        """Create our Node, as kubelet does when it starts."""
+        """Create our Node, as kubelet does when it starts; ``metadata`` is labels and the like."""
         created: Object = self.objects.create(
             "nodes", {"metadata": {"name": self.node, **metadata}}
         )
@@ -272,7 +275,7 @@ class SimulatedCluster:
     async def until(
         self, condition: Callable[[], bool], what: str = "", *, timeout_seconds: float = 30.0
     ) -> None:
-        """Return when ``condition`` holds.
+        """Return when ``condition`` holds; ``what`` names it in the error.
 
         Raises:
             TimeoutError: not in time; the message has the state of the pods.

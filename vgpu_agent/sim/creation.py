@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.models import Model
 
 _MIB: Final = 1 << 20
-_VENDOR: Final = 0x10DE
+_VENDOR: Final = 0x10DE  # NVIDIA's PCI vendor ID
 _CPUS_PER_NUMA_NODE: Final = 32
-_FABRIC_COMPLETED: Final = 3
+_FABRIC_COMPLETED: Final = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
 _LINK_CAPABILITIES: Final = 0x3F  # every NVML_NVLINK_CAP_*
-_SPARE_ROW_BANKS: Final = 640
+_SPARE_ROW_BANKS: Final = 640  # banks of memory that have all of their spare rows left
 # nvmlEventType*: ECC single and double bit, P-state, XID, clock, power source, MIG configuration
 _EVENT_TYPES: Final = 0x1F | 0x80 | 0x100
 
@@ -48,6 +48,7 @@ def fill(
         driver_version: as NVML shows it, e.g. ``580.95.05``.
         cuda_version: 1000 × major + 10 × minor, as NVML encodes it.
     """
+    # `LAYOUT` is the version of the file's layout
     node.layout, node.bytes, node.gpu_count = layout.LAYOUT, ctypes.sizeof(layout.Node), len(uuids)
     node.cuda_version, node.model = cuda_version, model.key.encode()
     node.driver_version = driver_version.encode()
@@ -62,11 +63,13 @@ def fill(
         _limit(gpu, model)
         _link(gpu, model, wiring[number])
         _mig_table(gpu, model)
-    node.magic = layout.MAGIC
+    node.magic = layout.MAGIC  # last: readers refuse a file without it
 
 
 def default_uuids(model: Model, count: int, seed: str) -> list[str]:
-    """UUIDs that are the same for the same model, number and seed."""
+    """UUIDs that are the same for the same model, number and ``seed``, a text in which nodes differ
+    that must not share UUIDs.
+    """
     return [
         f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'{seed}/{model.key}/{number}')}"
         for number in range(count)
@@ -111,7 +114,7 @@ def _identify(gpu: layout.Gpu, model: Model, number: int, gpu_uuid: str) -> None
     )
     gpu.memory_total, gpu.memory_reserved = model.memory_mib * _MIB, model.reserved_mib * _MIB
     gpu.bar1_total, gpu.bar1_used = model.bar1_mib * _MIB, _MIB
-    gpu.utilisation = gpu.memory_utilisation = layout.NONE
+    gpu.utilisation = gpu.memory_utilisation = layout.NONE  # they follow from the processes
     gpu.persistence_mode = 1
     gpu.event_types = _EVENT_TYPES
 

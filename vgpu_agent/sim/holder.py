@@ -1,5 +1,5 @@
-"""A live process on a simulated GPU. It takes a process slot of the GPU (see `processes`) and locks
-it, and NVML lists it until it exits or is killed.
+"""A live process on a simulated GPU. It takes a process slot of the GPU, a row of its table of
+processes in the state file, and locks it; NVML lists the process until it exits or is killed.
 
 `SimulatedNode.start_process` runs it as ``python -m vgpu_agent.sim.holder DIR …``, and
 ``vgpu-agent sim process`` runs it in the foreground. It must be a process of its own, because a

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.api.objects import Object, ObjectStore
 
 NAME = "vgpu-scheduler"
-_RESOURCE = "nvidia.com/vgpu-number"  # the others have ignoredByScheduler
+# the number of cards; the extender's other resources have ignoredByScheduler, so that only the
+# extender counts them
+_RESOURCE = "nvidia.com/vgpu-number"
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 _RETRY_SECONDS = 0.1
 
@@ -106,6 +108,7 @@ class KubeScheduler:
         wanted = {
             name: number for name, number in resources.requests(pod).items() if name == _RESOURCE
         }
+        # Node → the pods on it
         beside = collections.defaultdict[str, list[Any]](list)
         for other in self._objects.list("pods"):
             beside[other["spec"].get("nodeName", "")].append(other)

@@ -11,7 +11,8 @@ from typing import Final
 
 MAGIC: Final = 0x314D495355504756
 LAYOUT: Final = 1  # the version of this layout
-NONE: Final = 0xFFFFFFFF  # SIM_NONE: no NUMA node, no MIG instance, no return code, not supported
+# SIM_NONE: any GPU, no NUMA node, no MIG instance, no return code, not supported
+NONE: Final = 0xFFFFFFFF
 # Offset of the byte by which the first process slot is locked; it lies beyond the end of the file.
 LOCK_BASE: Final = 0x40000000
 
@@ -129,7 +130,7 @@ class Gpu(ctypes.Structure):
     LOST_ENTIRELY: Final = 2
 
     _fields_ = (
-        ("present", _u32),
+        ("present", _u32),  # 0: unplugged
         ("lost", _u32),
         ("minor", _u32),
         ("numa_node", _u32),
@@ -232,8 +233,8 @@ class Fault(ctypes.Structure):
     """``struct sim_fault``: how some NVML calls shall go wrong."""
 
     _fields_ = (
-        ("function", _char * 64),
-        ("gpu", _u32),
+        ("function", _char * 64),  # an NVML function, or the beginning of names and "*"
+        ("gpu", _u32),  # by number; NONE: any, and calls that are about no GPU
         ("code", _u32),
         ("times_left", _i32),  # -1: for ever
         ("delay_ms", _u32),

@@ -1,7 +1,8 @@
 """The links between the GPUs of a simulated node: NVLinks and the PCIe distance of each pair.
 
-`creation` calls it once for a node. The wiring follows the boards on which a model is sold, so that
-a placement policy tested on simulated GPUs sees links as uneven as real ones.
+`creation` calls these functions when it makes a node. A GPU is given by its number, from 0. The
+wiring follows the boards on which a model is sold, so that a placement policy tested on simulated
+GPUs sees links as uneven as real ones.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ SAME_PCIE_SWITCHES: Final = 20
 SAME_NUMA_NODE: Final = 40
 ACROSS_NUMA_NODES: Final = 50
 
-# NVML_NVLINK_DEVICE_TYPE_*
+# NVML_NVLINK_DEVICE_TYPE_*: what is at the other end of a link
 TO_GPU: Final = 0
 TO_SWITCH: Final = 2
 
-_FIRST_SWITCH_BUS: Final = 0xC1
-_BOARD: Final = 4  # GPUs that are wired directly when a board carries no NVSwitch
+_FIRST_SWITCH_BUS: Final = 0xC1  # the PCI bus of the first NVSwitch
+_BOARD: Final = 4  # the most GPUs of a board without NVSwitch, each linked to each other one
 
 # Number of links between each pair of the eight V100 of a DGX-1: rings of four with doubled edges,
 # and one neighbour in the other four.
@@ -43,7 +44,9 @@ _CUBE_MESH: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One NVLink: ``peer`` is a GPU's number, or a PCI bus when it leads to a switch."""
+    """One NVLink: ``remote_type`` is `TO_GPU` or `TO_SWITCH`, and ``peer`` is the number of that
+    GPU or the PCI bus of that switch.
+    """
 
     remote_type: int
     peer: int
@@ -56,7 +59,7 @@ def bus_of(gpu: int) -> int:
 
 def common_ancestor(first: int, second: int, numa_nodes: Sequence[int]) -> int:
     """NVML_TOPOLOGY_* of two GPUs: numbers 2n and 2n + 1 share PCIe switches, others a NUMA node or
-    nothing.
+    nothing. ``numa_nodes`` has the NUMA node of each GPU.
     """
     if first == second:
         return SAME_GPU
@@ -66,7 +69,9 @@ def common_ancestor(first: int, second: int, numa_nodes: Sequence[int]) -> int:
 
 
 def wires(model: Model, gpus: int) -> list[list[Wire]]:
-    """Return each GPU's connected NVLinks in order; the caller adds those that are unconnected."""
+    """Return the connected NVLinks of each of a node's ``gpus`` GPUs, in order; the caller adds
+    those that are unconnected.
+    """
     if model.nvlink == "none" or gpus == 1:
         return [[] for _ in range(gpus)]
     if model.nvlink == "switch" and gpus > _BOARD:
@@ -81,6 +86,7 @@ def wires(model: Model, gpus: int) -> list[list[Wire]]:
 
 
 def _to_each_peer(count: int, gpu: int, gpus: int) -> list[Wire]:
+    """Divide the ``count`` NVLinks of ``gpu`` equally among the other GPUs."""
     peers = [peer for peer in range(gpus) if peer != gpu]
     return [Wire(TO_GPU, peer) for peer in peers for _ in range(count // len(peers))]
 

@@ -21,17 +21,24 @@ if TYPE_CHECKING:
 
 _MEMORY_SLICES: Final = 8
 _COMPUTE_SLICES: Final = 7
-# GPU instances are numbered as nodes of a binary tree over the memory slices: 0 is the whole, 1 and
+# By the number of memory slices, the id of the first instance of that size in the driver. GPU
+# instances are numbered as nodes of a binary tree over the memory slices: 0 is the whole, 1 and
 # 2 the halves, and so on.
 _FIRST_ID_OF_SIZE: Final = {8: 0, 4: 1, 2: 3, 1: 7}
+# number of compute slices → NVML's number of the compute instance profile
 _COMPUTE_PROFILE_OF_SLICES: Final = {1: 0, 2: 1, 3: 2, 4: 3, 7: 4, 8: 5, 6: 6}
 _PROFILE = re.compile(r"(?:(?P<compute>\d+)c\.)?(?P<name>\d+g\.\d+gb.*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One requested instance: the profile's row,
-    and the compute slices of its one compute instance.
+    """One requested instance.
+
+    Attributes:
+        text: the profile as it was asked for, e.g. ``1c.2g.20gb``.
+        row: the place of the profile among those of the GPU.
+        profile: the profile of the GPU instance.
+        compute_slices: of its one compute instance.
     """
 
     text: str
@@ -43,6 +50,9 @@ class Request:
 def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
     """Replace the GPU's instances by these, e.g. ``["3g.40gb", "1c.2g.20gb"]``;
     an empty list switches MIG mode off.
+
+    ``uuids`` are those of the instances, in the same order; None to derive them from the GPU's UUID
+    and the place of the instance, so that they are the same each time.
 
     Raises:
         SimulationError: the model has no MIG, does not know a profile, or they do not fit together;
@@ -67,6 +77,7 @@ def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
         )
     ctypes.memset(ctypes.byref(gpu.mig_devices), 0, ctypes.sizeof(gpu.mig_devices))
     gpu.mig_current = gpu.mig_pending = int(bool(requests))
+    # `slot`: the place in the GPU's table of instances
     for slot, (request, start, mig_uuid) in enumerate(
         zip(requests, starts, chosen_uuids, strict=True)
     ):
@@ -74,8 +85,8 @@ def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
 
 
 def copy(source: Gpu, target: Gpu) -> None:
-    """Cut ``target``, which clients may be reading, as ``source`` is cut;
-    nothing else of it is touched.
+    """Cut ``target``, which processes that use the simulated NVML may be reading, as ``source`` is
+    cut; nothing else of it is touched.
     """
     field = Gpu.mig_devices
     ctypes.memmove(
@@ -103,6 +114,7 @@ def _request(gpu: Gpu, text: str) -> Request:
 def _place(requests: Sequence[Request]) -> list[int]:
     """Find a first memory slice for each request, the largest placed first."""
     wanted = ", ".join(request.text for request in requests)
+    # `MIG_DEVICES`: the length of the GPU's table of instances
     if (
         sum(request.profile.slices for request in requests) > _COMPUTE_SLICES
         or len(requests) > MIG_DEVICES

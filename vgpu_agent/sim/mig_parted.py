@@ -30,6 +30,7 @@ from vgpu_agent.sim.state import SimulatedNode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Files in the directory of a simulated node. The second one has the present fault, if there is one.
 _LOG, _FAULTS = "mig-parted.log", "mig-parted.json"
 
 
@@ -42,8 +43,9 @@ class Misbehaviour:
         seconds: it takes that long first.
         hangs: it never ends, and ignores SIGTERM.
         fails: it prints this on stderr and ends with status 1; empty for success.
-        prints: it prints this instead of the right output.
-        divides: it makes these instances instead of the wanted ones, and reports nothing.
+        prints: it prints this instead of the right output; None for the right one.
+        divides: it makes instances of these profiles instead of the wanted ones, and reports
+            nothing; None for the wanted ones.
     """
 
     command: str = ""
@@ -55,8 +57,8 @@ class Misbehaviour:
 
 
 def deliver(node: Path, script: Path) -> Path:
-    """Write ``script``, which does on the simulated node in ``node`` what nvidia-mig-parted does on
-    a real one.
+    """Write ``script``, which does on the simulated node in the directory ``node`` what
+    nvidia-mig-parted does on a real one.
     """
     script.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join([sys.executable, "-m", "vgpu_agent.sim.mig_parted", str(node)])
@@ -66,7 +68,9 @@ def deliver(node: Path, script: Path) -> Path:
 
 
 def misbehave(node: Path, what: Misbehaviour | None) -> None:
-    """Let all calls from now on go wrong in this way; None for no fault."""
+    """Let all calls for the node in that directory go wrong in this way from now on; None for no
+    fault.
+    """
     faults = node / _FAULTS
     if what is None:
         faults.unlink(missing_ok=True)
@@ -77,7 +81,7 @@ def misbehave(node: Path, what: Misbehaviour | None) -> None:
 
 
 def calls(node: Path) -> list[list[str]]:
-    """The arguments of every call, oldest first."""
+    """The arguments of every call for the node in that directory, oldest first."""
     log = node / _LOG
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
@@ -98,6 +102,9 @@ def _export(node: SimulatedNode) -> str:
 def _apply(
     node: SimulatedNode, path: Path, configuration: str, instead: Sequence[str] | None
 ) -> None:
+    """Divide the GPUs as the configuration of that name in the file says. With a fault,
+    ``instead`` has the profiles that each of them gets in place of the wanted ones.
+    """
     root: Any = yaml.safe_load(path.read_text())
     if root.get("version") != "v1" or configuration not in root["mig-configs"]:
         raise SimulationError(f"error selecting MIG config: {configuration!r} is not in {path}")

@@ -1,7 +1,7 @@
 """The GPU models that can be simulated: typed access to models.toml.
 
-`creation` fills a state file from a model, `sim.cli.sim` lists them. Adding a model means adding a
-table to the file.
+`creation` fills the state file of a simulated node from a model, `sim.cli.sim` lists them. Adding a
+model means adding a table to models.toml.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NvLink = Literal["none", "cube-mesh", "switch"]
 class MigProfile:
     """One way to cut an instance out of a GPU: ``profile`` is its NVML_GPU_INSTANCE_PROFILE_*,
     ``id`` the profile id that instances carry, ``slices`` its compute slices, ``instances``
-    how many fit on a GPU; ``size`` and ``starts`` count memory slices, eighths of the GPU's memory.
+    how many fit on a GPU. ``size`` is the number of memory slices (eighths of the GPU's memory) of
+    an instance, ``starts`` the numbers of the slices at which one can begin.
     """
 
     name: str
@@ -43,9 +44,14 @@ class MigProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One kind of GPU. Power is in watts, temperatures are in degrees Celsius, and clocks in MHz,
-    in the order graphics, SM, memory, video. ``brand``, ``architecture`` and ``nvlink_version`` are
-    NVML's codes. ``fabric``: NVML reports that the GPU has joined an NVLink fabric.
+    """One kind of GPU; ``key`` is the name of its table in models.toml, ``name`` that of NVML.
+    Power is in watts, temperatures are in degrees Celsius, and clocks in MHz, in the order
+    graphics, SM, memory, video. ``brand``, ``architecture`` and ``nvlink_version`` are NVML's
+    codes. ``fabric``: NVML reports that the GPU has joined an NVLink fabric.
+
+    ``reserved_mib`` is the part of ``memory_mib`` that the driver keeps for itself. The keys of
+    ``power_watts`` are idle, minimum and maximum, those of ``temperature_limits`` shutdown,
+    slowdown, gpu_max and memory_max. ``nvlink_count`` is of one GPU, ``nvswitches`` of a node.
     """
 
     key: str

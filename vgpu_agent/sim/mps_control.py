@@ -34,16 +34,16 @@ PID_FILE = "nvidia-cuda-mps-control.pid"
 NO_DAEMON = "Cannot find MPS control daemon process"
 RUNNING_ALREADY = "An instance of this daemon is already running"
 NONSENSE = "\x00\ufffd lorem ipsum\n"
-CLIENT = "CLIENT"
+CLIENT = "CLIENT"  # the line by which a client announces itself to the daemon
 
 _GIB_MIB = 1024
-_CHECK_SECONDS = 1.0
-_PEER = struct.Struct("3i")
+_CHECK_SECONDS = 1.0  # how often an idle daemon checks that its directory is still there
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def main(arguments: list[str], directory: str) -> int:
-    """Run as the control binary; ``directory`` holds the faults and the record of calls.
-    Returns the exit status.
+    """Run as the control binary; ``directory``, that of the installation, holds the faults and the
+    record of calls. Returns the exit status.
     """
     # the default of the real one
     pipe = os.environ.get(PIPE_VARIABLE, "/tmp/nvidia-mps")  # noqa: S108
@@ -196,12 +196,13 @@ class _Daemon:
 
     def __init__(self, listener: socket.socket, pipe: str, directory: str, log: int) -> None:
         self._listener, self._pipe, self._directory, self._log_file = listener, pipe, directory, log
+        # the defaults: percent of threads, and device → MiB of memory
         self._threads = 100.0
         self._memory: dict[str, int] = {}
         # its process id, and the daemon's ends of two pipes: one that the server holds open while
         # it runs, one that the server reads
         self._server: tuple[int, int, int] | None = None
-        self._server_limits: tuple[float, dict[str, int]] = (100.0, {})
+        self._server_limits: tuple[float, dict[str, int]] = (100.0, {})  # like the defaults
         self._clients: dict[socket.socket, int] = {}
 
     def serve(self) -> None:

@@ -36,7 +36,7 @@ class MpsTools:
     @classmethod
     def install(cls, directory: Path, node: Path) -> MpsTools:
         """Write the programs into ``directory``, which is made if need be; ``nvidia-smi`` sets the
-        compute mode of GPUs of the simulated ``node``.
+        compute mode of GPUs of the simulated node whose directory is ``node``.
         """
         directory.mkdir(parents=True, exist_ok=True)
         tools = cls(directory)
@@ -73,9 +73,10 @@ class MpsTools:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def misbehave(self, **faults: str) -> None:
-        """Set the faults from now on: command (``start`` for ``-d``, ``nvidia_smi``) = ``hang``,
-        ``crash``, ``refuse``, ``nonsense`` or ``forget`` (does nothing, and reports success; not
-        for ``nvidia_smi``), or one that `mps_control` adds.
+        """Set the faults from now on, by command of the control program (``start`` is its call with
+        ``-d``; ``nvidia_smi`` is that program): ``hang``, ``crash``, ``refuse``, ``nonsense`` or
+        ``forget`` (does nothing, and reports success; not for ``nvidia_smi``), or one that
+        `mps_control` adds.
         """
         text = json.dumps(
             {name.replace("nvidia_smi", "nvidia-smi"): kind for name, kind in faults.items()}

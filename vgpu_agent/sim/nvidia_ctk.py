@@ -31,6 +31,7 @@ COMMAND: Final = (sys.executable, "-m", "vgpu_agent.sim.nvidia_ctk")
 
 _FAULTS: Final = "nvidia-ctk.faults.json"
 _CALLS: Final = "nvidia-ctk.calls.jsonl"
+# the driver's device nodes that containers get beside those of their GPUs
 _CONTROL: Final = ("nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl")
 _OPTIONS: Final = frozenset(
     {
@@ -49,8 +50,8 @@ _OPTIONS: Final = frozenset(
 _MODE_NODES: Final = {"gdrcopy": ("gdrdrv",), "gds": ("nvidia-fs*",), "mofed": ("infiniband/*",)}
 _LIBRARY_FOLDER: Final = "/usr/lib/x86_64-linux-gnu"
 _DISABLED_HOOKS: Final = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
-_VERSION: Final = (1, 20, 0)
-_HOOKS_CAN_BE_DISABLED: Final = (1, 17, 5)
+_VERSION: Final = (1, 20, 0)  # of the tool that is imitated, unless a test sets another
+_HOOKS_CAN_BE_DISABLED: Final = (1, 17, 5)  # since that version
 # The first and the last version that describes each hook, in the order of the real tool's specs.
 _HOOKS: Final = {
     "create-symlinks": ((1, 0, 0), _VERSION),
@@ -83,7 +84,7 @@ class StandInCtk:
         version: str = "",
     ) -> None:
         """Be slow, print this instead of a spec, fail with this error, leave out these devices,
-        replace these keys of the edits, or be of this version.
+        replace these keys of the spec's ``containerEdits`` for all devices, or be of this version.
         """
         faults = {
             "hang": hang_seconds,
@@ -131,7 +132,7 @@ def _output(arguments: Sequence[str]) -> str:
             raise SimulationError(f"flag provided but not defined: -{name}")
         options[name] = value
         disabled += value.split(",") if name == "disable-hook" else []
-    directory = Path(options["driver-root"])
+    directory = Path(options["driver-root"])  # the simulated node's own
     with (directory / _CALLS).open("a") as calls:
         calls.write(json.dumps(list(arguments)) + "\n")
     faults: dict[str, Any] = (
@@ -211,6 +212,7 @@ def _devices(
             yield gpu.uuid.decode() if strategy == "uuid" else str(index), [own]
             continue
         for number, mig in enumerate(each for each in gpu.mig_devices if each.used):
+            # the numbers of the device nodes that open the GPU instance and its compute instance
             caps = [
                 capability_number(gpu.minor, mig.gpu_instance),
                 capability_number(gpu.minor, mig.gpu_instance, mig.compute_instance),
@@ -228,6 +230,7 @@ def _common_edits(
     }
     # Mount the library under the name with the driver's version, as the real tool does, and under
     # the name to which the tool's hooks would link it.
+    # `build` returns the path of the compiled library on this machine.
     targets, how = (
         (f"{LIBRARY.removesuffix('.1')}.{driver_version}", LIBRARY),
         ["ro", "nosuid", "nodev", "rbind", "rprivate"],

@@ -1,7 +1,7 @@
 """A process on a simulated GPU: its use, and the slot (a row of the node's state file) and the lock
 by which NVML shows it.
 
-`SimulatedNode` shows processes that need not exist. The program `holder` is a real one. A live
+`SimulatedNode` shows processes that need not exist. The program `holder` runs as a real one. A live
 process holds a POSIX lock on one byte of the state file; the library asks the kernel who holds it
 (native/usage.c).
 """
@@ -21,6 +21,7 @@ from vgpu_agent.sim import layout
 if TYPE_CHECKING:
     from pathlib import Path
 
+# In the state file a type is its place here.
 PROCESS_TYPES: Final = ("compute", "graphics", "mps")
 _FLOCK: Final = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _MIB: Final = 1 << 20
@@ -28,8 +29,8 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUse:
-    """The use of a GPU by a process; ``gpu_instance``
-    and ``compute_instance`` name the MIG instance it runs in.
+    """The use of a GPU by a process; ``type`` is one of `PROCESS_TYPES`, ``gpu_instance``
+    and ``compute_instance`` are NVML's ids of the MIG instance that it runs in.
     """
 
     memory_mib: int
@@ -61,8 +62,8 @@ class ProcessUse:
         return json.dumps(asdict(self))
 
     def fill(self, row: layout.Process, *, pid: int) -> None:
-        """Write it into a slot; the caller sets ``row.kind`` (`layout.Process`) afterwards,
-        which makes it visible.
+        """Write this use into ``row``, a slot; the caller sets ``row.kind`` (`layout.Process`)
+        afterwards, which makes it visible.
         """
         row.pid, row.pid_namespace, row.type = pid, 0, PROCESS_TYPES.index(self.type)
         row.memory_bytes = self.memory_mib * _MIB
@@ -74,7 +75,10 @@ class ProcessUse:
 
 
 def try_lock(descriptor: int, gpu: int, slot: int) -> bool:
-    """Take the slot's lock for this process; False when another live process holds it."""
+    """Take the slot's lock for this process; False when another live process holds it.
+
+    ``descriptor`` is that of the open state file.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLK, _request(gpu, slot))
     except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, both mean that it is taken
@@ -83,8 +87,8 @@ def try_lock(descriptor: int, gpu: int, slot: int) -> bool:
 
 
 def is_locked(state_path: Path, gpu: int, slot: int) -> bool:
-    """Tell whether another process holds the slot's lock. Never call it in a holder:
-    closing the file gives up its own lock.
+    """Tell whether another process holds the slot's lock. Never call it in a process that holds
+    one: closing the file releases all locks of the process on it.
     """
     with state_path.open("r+b") as file:
         answer = fcntl.fcntl(file.fileno(), fcntl.F_GETLK, _request(gpu, slot))

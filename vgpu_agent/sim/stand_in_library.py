@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 X86_64, AARCH64 = 62, 183  # e_machine of ELF(5)
 _MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # by the output of `uname -m`
 
-REGION_BYTES = 2_008_952  # of layouts 1.1 and 1.2 (hami-core §2.1)
+REGION_BYTES = 2_008_952  # a region in the layouts 1.1 and 1.2 of HAMi-core (hami-core §2.1)
 REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE"
 
 # Of the 450 functions that the real library exports, those without which it limits nothing
@@ -40,8 +40,8 @@ FUNCTIONS = (
     "nvmlDeviceGetMemoryInfo",
 )
 
-# The same for libvgpu-control.so, its magic numbers, and the variable by which it is recognised
-# (vgpu-manager §7.6, §7.7, §8.1).
+# The same for libvgpu-control.so; the magic numbers of the files that it shares with the node; and
+# the variable by which it is recognised (vgpu-manager §7.6, §7.7, §8.1).
 CONTROL_FUNCTIONS = (*FUNCTIONS, "cuMemCreate")
 CONTROL_MAGICS = (0x56474346, 0x564D4E44, 0x534D4E44)
 CONTROL_VARIABLE = b"MANAGER_COMPATIBILITY_MODE"
@@ -77,7 +77,9 @@ def deliver_stand_in_control_library(host_directory: Path) -> Path:
 
 
 def control_library(*, machine: int | None = None) -> bytes:
-    """The content of ``libvgpu-control.so`` for the given machine; by default for this one."""
+    """The content of ``libvgpu-control.so`` for ``machine``, ELF's number of an architecture; by
+    default for this machine.
+    """
     return shared_object(
         CONTROL_FUNCTIONS,
         code=b"".join(
@@ -89,8 +91,8 @@ def control_library(*, machine: int | None = None) -> bytes:
 
 
 def load_instruction(size: int, machine: int | None = None) -> bytes:
-    """The instructions with which a compiler loads the number ``size`` on the given machine; by
-    default on this one.
+    """The instructions with which a compiler loads the number ``size`` on ``machine``, ELF's number
+    of an architecture; by default on this machine.
     """
     if (machine or this_machine()) == AARCH64:
         low, high = size & 0xFFFF, size >> 16
@@ -100,7 +102,7 @@ def load_instruction(size: int, machine: int | None = None) -> bytes:
 
 
 def this_machine() -> int:
-    """The number of this machine in ELF; 0 when it is neither x86-64 nor AArch64."""
+    """ELF's number of this machine's architecture; 0 when it is neither x86-64 nor AArch64."""
     return _MACHINES.get(platform.machine(), 0)
 
 
@@ -126,6 +128,7 @@ def shared_object(
     end_of_code = _HEAD + len(code)
     names, symbols = b"\0", bytes(24)  # the string table, and the table of symbols
     for name in (*exports, *imports):
+        # its section, and the address of the trap; both 0 for an import
         section, value = (1, end_of_code - 4) if name in exports else (0, 0)
         # global, a function
         symbols += struct.pack(
@@ -136,6 +139,7 @@ def shared_object(
     # the hash table has one bucket, in which each symbol refers to the next one
     chain = (0, *((place + 1) % number for place in range(1, number)))
     table = struct.pack(f"<{3 + number}I", 1, number, min(1, number - 1), *chain)  # one bucket
+    # `at` is where the tables begin, and `places` has the address of each
     tables, places, at = b"", list[int](), end_of_code + -end_of_code % 8
     for part in (symbols, names, table, strings):
         places.append(at + len(tables))

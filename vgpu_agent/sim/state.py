@@ -43,7 +43,8 @@ __all__ = [
 STATE_FILE: Final = "state"
 XID_EVENT: Final = 0x8  # nvmlEventTypeXidCriticalError
 
-# NVML_GPU_RECOVERY_ACTION_*; "unsupported" stands for a driver that does not know the field
+# NVML_GPU_RECOVERY_ACTION_*; "unsupported" stands for a driver that does not know the field. In the
+# state file, `layout.NONE` is what a field without a value has.
 RECOVERY_ACTIONS: Final = {
     "none": 0,
     "reset": 1,
@@ -59,7 +60,15 @@ _LONGEST = 63  # characters of a function's name: struct sim_fault has 64 bytes 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuDescription:
-    """One GPU in words, for ``vgpu-agent sim list``."""
+    """One GPU in words, for ``vgpu-agent sim list``.
+
+    Attributes:
+        number: the one that the GPU has from its creation (its minor number).
+        condition: ``answers``, ``lost``, ``lost entirely`` or ``unplugged``.
+        recovery_action: a key of `RECOVERY_ACTIONS`.
+        mig_devices: the profiles of its MIG instances, e.g. ``3g.40gb``.
+        processes: how many use it.
+    """
 
     number: int
     uuid: str
@@ -76,9 +85,9 @@ class GpuDescription:
 class SimulatedNode:
     """The simulated GPUs in one directory.
 
-    State: the mapped file; other processes change it too. Writers take turns by a lock on a file
-    beside it (locks on the state file itself mark the slots of live processes; a slot is a row of
-    the file). A crash between two writes can leave one half-made change, never more.
+    State: the mapped file; other processes change it too. A lock on a file beside it admits one
+    writer at a time (locks on the state file itself mark the slots of live processes; a slot is a
+    row of the file). A crash between two writes can leave one half-made change, never more.
     """
 
     def __init__(self, directory: Path, memory: mmap.mmap) -> None:
@@ -151,7 +160,7 @@ class SimulatedNode:
         )
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            trees.clear(directory)
+            trees.clear(directory)  # sysfs, procfs and device nodes of an earlier node
             unfinished = directory / f".{STATE_FILE}.{os.getpid()}"
             unfinished.write_bytes(bytes(fresh))
             unfinished.replace(state)
@@ -195,7 +204,7 @@ class SimulatedNode:
             )
         return node
 
-    # Looking --------------------------------------------------------------------------------------
+    # What is there --------------------------------------------------------------------------------
 
     @property
     def state_path(self) -> Path:
@@ -280,7 +289,7 @@ class SimulatedNode:
         except OSError as err:
             raise SimulationError(f"cannot lock {self.directory}: {err.strerror}") from err
 
-    # Breaking and mending -------------------------------------------------------------------------
+    # Errors, and their end ------------------------------------------------------------------------
 
     def xid(
         self,
@@ -304,8 +313,8 @@ class SimulatedNode:
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Raise an event of type ``nvmlEventType…``;
-        every event set that registered for it gets it once.
+        """Raise an event of type ``nvmlEventType…``, with NVML's event data ``payload`` (for an XID
+        its code); every event set that registered for it gets it once.
         """
         number = self.gpu_number(gpu)
         with self.writing():
@@ -358,7 +367,7 @@ class SimulatedNode:
         pending: bool = False,
         failed: bool = False,
     ) -> None:
-        """Set the counts of remapped rows, and whether a remapping waits for a reset
+        """Set the counts of remapped memory rows, and whether a remapping waits for a reset
         or has failed.
         """
         row = self._gpu(gpu)
@@ -396,7 +405,8 @@ class SimulatedNode:
             delay_ms: how long each such call takes first.
 
         Raises:
-            SimulationError: no such function, nothing to do, or all 32 rows are in use.
+            SimulationError: no such function, nothing to do, or the state file's 32 rows for
+                faults are all in use.
         """
         _check_function(function)
         if (code is None and delay_ms <= 0) or times == 0 or times < -1 or delay_ms < 0:
@@ -422,7 +432,7 @@ class SimulatedNode:
             for row in self.state.faults:
                 row.times_left, row.function = 0, b""
 
-    # Using ----------------------------------------------------------------------------------------
+    # Use of the GPUs ------------------------------------------------------------------------------
 
     def set_mig(
         self, gpu: int | str, profiles: Sequence[str], *, uuids: Sequence[str] | None = None

@@ -23,6 +23,7 @@ from vgpu_agent.sim.layout import NONE, Gpu, Node
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# device nodes that no single GPU has
 _CONTROL_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 _NULL_DEVICE: Final = os.makedev(1, 3)
 
@@ -37,8 +38,8 @@ def write(directory: Path, node: Node, *, tidy: bool = True) -> None:
     """Bring ``sys``, ``proc`` and ``dev`` below ``directory`` in line with ``node``.
 
     Args:
-        directory: of the simulated node.
-        node: the desired content of the files.
+        directory: the directory of the simulated node.
+        node: its description, with the GPUs and MIG instances that the files are to show.
         tidy: remove the files of MIG instances that ``node`` does not have; False only adds files.
 
     Raises:
@@ -73,8 +74,8 @@ def pci_address(gpu: Gpu) -> str:
 
 
 def capability_number(minor: int, gpu_instance: int, compute_instance: int | None = None) -> int:
-    """The minor of ``/dev/nvidia-caps/nvidia-cap<N>`` that opens a GPU instance,
-    or one of its compute instances.
+    """The ``N`` of the device node ``/dev/nvidia-caps/nvidia-cap<N>`` that opens a GPU instance, or
+    one of its compute instances; ``minor`` is that of the GPU.
     """
     per_instance = 1 + _COMPUTE_INSTANCES
     number = _FIRST_CAPABILITY + (minor * _GPU_INSTANCES + gpu_instance) * per_instance
@@ -89,12 +90,13 @@ def _write_sys(root: Path, node: Node) -> None:
     for gpu in _gpus(node):
         device = root / "bus" / "pci" / "devices" / pci_address(gpu)
         device.mkdir(parents=True, exist_ok=True)
+        # `NONE` is the simulator's number for no NUMA node, -1 that of sysfs
         numa_node = -1 if gpu.numa_node == NONE else gpu.numa_node
         (device / "numa_node").write_text(f"{numa_node}\n", encoding="ascii")
 
 
 def _write_proc(root: Path, node: Node) -> set[Path]:
-    """Write the driver's files; return those of capabilities."""
+    """Write the driver's files; return the paths of those that describe a capability."""
     driver = root / "driver"
     minors = ["config 1", "monitor 2"]
     for gpu in _gpus(node):
@@ -111,6 +113,7 @@ def _write_proc(root: Path, node: Node) -> set[Path]:
         f"{path}/access": number for path, number in _mig_capabilities(node)
     }
     for path, number in wanted.items():
+        # mode 292 is 0444, as the driver writes it
         _write_text(
             capabilities / path,
             f"DeviceFileMinor: {number}\nDeviceFileMode: 292\nDeviceFileModify: 1\n",
@@ -130,7 +133,7 @@ def _write_proc(root: Path, node: Node) -> set[Path]:
 def _mig_capabilities(node: Node) -> Iterator[tuple[str, int]]:
     for gpu in _gpus(node):
         for mig in gpu.mig_devices:
-            if not mig.used:
+            if not mig.used:  # a place in the table without an instance
                 continue
             path = f"gpu{gpu.minor}/mig/gi{mig.gpu_instance}"
             yield path, capability_number(gpu.minor, mig.gpu_instance)

@@ -37,7 +37,7 @@ class AllocationView(views.GrantView, frozen=True):
             ids name the devices.
         decided_for: null until the shares were decided for a container. With early binding that is
             a guess, and may differ from the owner, which comes from the kubelet.
-        evidence: how the owner was identified and what decided, one sentence each.
+        evidence: how the owner was identified and what decided the shares, one sentence each.
     """
 
     token: str = ""
@@ -46,11 +46,12 @@ class AllocationView(views.GrantView, frozen=True):
 
 
 def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
-    """Show everything, or the part about the pod ``namespace/name``.
+    """Show everything, or only what concerns ``pod`` (``namespace/name``), at ``now`` in unix
+    seconds.
 
     Unconfirmed reservations are shown for every pod, because each of them may be for that pod.
     """
-    limits = Limits(status)
+    limits = Limits(status)  # tells of each grant whether its limit is in force
     found = {
         "allocations": allocations(status, now) if pod is None else of_pod(status, now, pod),
         "unconfirmed": tuple(_view(status, grant, now, limits) for grant in unconfirmed(status)),
@@ -73,7 +74,10 @@ def allocations(status: AgentStatus, now: float) -> tuple[AllocationView, ...]:
 
 
 def of_pod(status: AgentStatus, now: float, pod: str) -> tuple[AllocationView, ...]:
-    """List the grants of the pod ``namespace/name``, also those of which only its UID is known."""
+    """List the grants of the pod ``namespace/name``: those that have its name or only its UID, and
+    those without a container yet that were decided for it.
+    """
+    # for a static pod, the UID that the kubelet's records have; the API server has another one
     uids = {known.kubelet_uid for known in status.cluster.pods if known.full_name == pod}
     return tuple(
         grant
@@ -101,6 +105,7 @@ def unconfirmed(status: AgentStatus) -> Iterable[Grant]:
 def _view(status: AgentStatus, grant: Grant, now: float, limits: Limits) -> AllocationView:
     return AllocationView(
         **msgspec.structs.asdict(views.grant_view(status, grant, now, limits)),
+        # `decided_by_pod`: the resources whose ids name no devices
         token=(
             grant_token(grant.resource, grant.ids)
             if grant.resource in status.ledger.decided_by_pod

@@ -36,12 +36,14 @@ class BindingView(msgspec.Struct, frozen=True):
     Attributes:
         mode: ``late``, ``early``, or empty while it is not known.
         by_annotation: the CDI name of a grant reaches the runtime as an annotation.
-        reason: of this mode.
-        families: those that are on.
-        ambiguities: starts refused because the kubelet's records name several holders of the ids.
-        wrong_guesses: starts refused because the answer to Allocate was meant for another pod.
-        exchanges: pods with equal shares that got each other's answers, whose grants were
-            exchanged.
+        reason: why it is this mode.
+        families: those that are switched on.
+        ambiguities: how many starts were refused because the kubelet's records name several holders
+            of the ids.
+        wrong_guesses: how many were refused because the answer to Allocate was meant for another
+            container.
+        exchanges: how often the grants of two pods with equal shares were exchanged, because each
+            had got the answer that was meant for the other.
     """
 
     mode: str = ""
@@ -54,7 +56,9 @@ class BindingView(msgspec.Struct, frozen=True):
 
 
 class RefusalView(msgspec.Struct, frozen=True):
-    """A container that may not start now; ``final`` when trying again cannot help."""
+    """A container that may not start now, ``since`` its first refusal and after ``count`` refusals
+    in a row; ``final`` when trying again cannot help.
+    """
 
     namespace: str = ""
     pod: str = ""
@@ -79,8 +83,8 @@ class RefusalView(msgspec.Struct, frozen=True):
 
 
 def binding_view(status: BindingStatus, now: float) -> BindingView:
-    """Show how grants are bound. (`view` takes the fields that are not given here from the
-    attributes of the same name.)
+    """Show how grants are bound; ``now`` is unix seconds. (`view` takes the fields that are not
+    given here from the attributes of the same name.)
     """
     mode = status.mode
     families = tuple(

@@ -1,4 +1,5 @@
-"""The table of metrics: name, type, labels, help, and how each is read from a snapshot.
+"""The table of metrics: name, type, labels, help, and how each is read from a snapshot: the status
+of the agent and the facts about its process at one moment.
 
 `web.metrics` serves from it and ``docs/metrics.md`` is generated from it, so the two always have
 the same metrics. The names are a contract with dashboards: add, but do not rename.
@@ -15,6 +16,7 @@ from vgpu_agent.web.catalogue_binding import BINDING, CLUSTER, MPS
 from vgpu_agent.web.metric import Kind, Metric
 
 _G, _C, _S = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY
+# the names of labels
 _GPU, _RESOURCE, _TASK = ("gpu",), ("resource",), ("task",)
 _GPU_FAMILY = ("gpu", "family")
 _INSTANCE = ("gpu", "instance", "profile")

@@ -1,8 +1,10 @@
 """The parts of the catalogue of metrics about grants that are bound to pods, the API server, and
 MPS control daemons.
 
-Read by `catalogue`, which adds them to its table. The labels of watches and writers are kinds of
-objects, so their series are few.
+Read by `catalogue`, which adds them to its table. Each metric has a function from `readings`, which
+takes its values from the agent's status at the moment of a scrape. The label ``watch`` is the kind
+of object that is watched in the API server, and ``writer`` the kind of what is written there, so
+their series are few.
 """
 
 from __future__ import annotations

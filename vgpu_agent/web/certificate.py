@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-CERTIFICATE_SECONDS = 5.0
+CERTIFICATE_SECONDS = 5.0  # how often the files are checked, by default
 
 
 class Certificate:
     """The TLS context of a certificate that may be renewed while it is served.
 
     State: the context that is served, the one of the newest valid certificate, and the versions of
-    both files that this one was loaded from.
+    both files that this one was loaded from: inode number and time of change.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Certificate:
         self._files = (Path(certificate_file), Path(key_file))
         self._clock, self._every_seconds = clock, every_seconds
         self._checked_at = clock()
+        # why the files could not be loaded at the last check; empty if they could
         self._trouble = ""
         try:
             self._version = self._file_versions()
@@ -65,8 +66,9 @@ class Certificate:
                 f"cannot serve {listen} with TLS: {reason}; mount a certificate with its "
                 f"key in PEM, as {flags} name them"
             ) from err
-        # For each connection, with or without a name. Loading the files into the context that is
-        # served would make connections fail that begin between its certificate and its key.
+        # Called for each connection, also where the client names no server. Loading the files
+        # into the context that is served would make connections fail that begin between its
+        # certificate and its key.
         self._context.sni_callback = self._use_newest
 
     async def context(self) -> ssl.SSLContext:
@@ -99,6 +101,7 @@ class Certificate:
                 )
 
     def _use_newest(self, connection: ssl.SSLObject, *_: object) -> None:
+        """Give a new connection the newest valid certificate."""
         connection.context = self._newest
 
     def _file_versions(self) -> tuple[tuple[int, int], ...]:

@@ -22,7 +22,9 @@ _LONGEST_VALUE = 400  # characters of an annotation; a pod may have 256 KiB of a
 
 
 def answer(status: AgentStatus, now: float) -> dict[str, Any]:
-    """Show the connection, the watches, the writers, and the objects restored after a restart."""
+    """Show the connection to the API server, the watches, the writers (the counts of each kind of
+    writes to it), and what the previous agent had read from it, which is in use until it answers.
+    """
     cluster = status.cluster
     return {
         "connected": cluster.connected,

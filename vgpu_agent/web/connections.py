@@ -37,7 +37,7 @@ _ACCEPTED_AT_ONCE = 16  # then other tasks of the event loop run
 # seconds, so a probe gets through in time.
 _ACCEPTED_A_SECOND = 400.0
 BACKLOG = 800
-_WITHOUT_DESCRIPTORS_SECONDS = 0.2
+_WITHOUT_DESCRIPTORS_SECONDS = 0.2  # the pause when the process may open no more files
 # A client that does not finish the TLS handshake in that time is disconnected.
 HANDSHAKE_SECONDS = 5.0
 # A handshake takes milliseconds. One that takes longer than this may be aborted for a new
@@ -101,11 +101,13 @@ class Connections:
         self._server = server
         self._max_connections = max_connections
         self._loop = asyncio.get_running_loop()
+        # by the object in which aiohttp's server keeps the connection
         self._open: dict[object, _Connection] = {}
         self._starting: dict[asyncio.Task[None], _Starting] = {}
+        # how many may be accepted now by the limit of the rate, and when that was computed
         self._allowed, self._counted_at = float(max_connections), self._loop.time()
-        self._resuming: asyncio.TimerHandle | None = None
-        self._accepting = False
+        self._resuming: asyncio.TimerHandle | None = None  # ends a pause
+        self._accepting = False  # true from `start` to `stop`, also in a pause
 
     def start(self) -> None:
         """Listen and accept."""
@@ -161,8 +163,8 @@ class Connections:
     def _can_start(self, now: float) -> bool:
         """Tell whether one more connection may be set up, after closing another one if need be.
 
-        Connections that are being set up have a share of their own, so that a burst of them does
-        not push out all open ones.
+        Connections that are being set up have a limit of their own, a quarter of all, so that a
+        burst of them does not push out all open ones.
         """
         most = self._max_connections // 4
         if len(self._starting) < most:
@@ -241,7 +243,8 @@ class Viewers:
     """The browsers that follow the page, at most `MAX_VIEWERS`. A new one is always accepted. Where
     there are too many, the client address with the most of them loses its oldest one.
 
-    State: each viewer's end and client address, the oldest first; whether the server stops.
+    State: the event that ends each viewer's stream → the client's address, the oldest first;
+    whether the server stops.
     """
 
     def __init__(self) -> None:

@@ -108,7 +108,7 @@ def parse_request(
 
 
 def layout(request: DebugRequest) -> Layout:
-    """Return the form of the text that was asked for.
+    """Return the form of the text that was asked for: its width, and whether it has colours.
 
     Raises:
         BadRequestError: ``columns`` is no width, or the form of a text was given without ``text``.
@@ -176,7 +176,7 @@ def _devices(request: DebugRequest) -> dict[str, Any]:
         "inventory_taken": when(request.status.inventory_at, request.now),
         "usage_taken": when(request.status.usage_at, request.now),
         "nvml": views.nvml(request.status, request.now),
-        "failures": inventory.failures,
+        "failures": inventory.failures,  # GPUs that did not answer when they were listed
         "gpus": views.gpus(request.status, request.now),
     }
 
@@ -191,11 +191,15 @@ def _ledger(request: DebugRequest) -> dict[str, Any]:
         "drift_last": ledger.drift_last,
         # ids in the kubelet's records that this node does not offer
         "unknown_ids": ledger.unknown_ids,
+        # device → how many containers may share it
         "max_holders": ledger.capacity,
+        # resource → how many of its ids are free and healthy
         "ids_free": ledger.free,
+        # resource → what new containers can still get of each device
         "rooms": ledger.rooms,
         # devices of which schedulers have promised more compute or shares than there are
         "scheduler_overcommitted": ledger.overcommitted,
+        # GPU → the family that it serves, and the pods that wait for it
         "uses": {use.gpu: uses.use_view(use, request.now) for use in ledger.uses},
         # resource → how many of its ids are not granted now, and why
         "held_back": {

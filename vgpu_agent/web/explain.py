@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _SHOWN_EVENTS = 20
 _SHOWN_GPUS = 8
 _FAILED = "Failed"  # phase of a pod
+# state of a grant's limit → its words after “Its limit is”; other states are their own words
 _LIMIT_WORDS = {
     "no limit": "not there",
     "whole device": "not needed",
@@ -131,6 +132,7 @@ def _about(
     if not pod.ended and not all(container.started for container in asking):
         yield from _ill(status, now)
     yield from _claims(status, pod)
+    # an empty `pod_uid`: the owner is not known yet, or by its name only
     ours_now = [grant for grant in grants if grant.pod_uid in {"", pod.kubelet_uid}]
     # the errors (XIDs) of the devices that the pod has, or had until its grants were released
     for held in xids.held_now(ours_now, now) or xids.held_before(status, events, now):
@@ -227,6 +229,8 @@ def _without_number(status: AgentStatus, container: PodContainer) -> Iterator[st
     """Explain a request for memory or compute without a number of GPUs: schedulers take it as a
     request for one GPU, the kubelet for none.
     """
+    # `only_counted`: resources that only schedulers count, such as memory; `decided_by_pod`: those
+    # for which the pod, and not the ids, decides on the devices
     family = {plugin.resource: plugin.family for plugin in status.plugins}
     for name in sorted(container.limits.keys() & status.ledger.only_counted):
         numbers = {  # the resources of its family that request GPUs by number
@@ -322,12 +326,14 @@ def _not_asked(
 ) -> Iterator[str]:
     """Explain why no grant gives the container any of the ``resource`` that it asks for."""
     yield from _too_many(status, container, resource)
+    # grants that were decided for this container by a guess, and whose owner is not known yet
     guessed = [
         grant
         for grant in allocations.allocations(status, now)
         if not grant.container
         and grant.decided_for == allocations.DecidedFor(pod.kubelet_uid, container.name)
     ]
+    # grants of which nothing says yet for which container they are
     waiting = [
         grant
         for grant in allocations.unconfirmed(status)
@@ -400,8 +406,9 @@ def _ill(status: AgentStatus, now: float) -> Iterator[str]:
 def _rooms(status: AgentStatus, resource: str) -> Iterator[str]:
     """Tell what new containers of ``resource`` could get, to compare with a request."""
     if resource not in status.ledger.decided_by_pod:
-        return
+        return  # its ids name the devices, or only schedulers count it
     rooms = [room for room in status.ledger.rooms.get(resource, ()) if not room.trouble]
+    # one more container may share the device, and none has it for itself alone
     free = [room for room in rooms if room.holders_free > 0 and not room.exclusive]
     if not free:
         yield f"No GPU has room for a new container of {resource}."
@@ -474,6 +481,7 @@ def _sources(status: AgentStatus, now: float) -> Iterator[str]:
         reason = api_server.disconnected_reason or "the agent is starting"
         yield f"the watch of pods: there is none, because {reason}"
     else:
+        # the first is the watch of pods
         watch = api_server.watches[0] if api_server.watches else None
         last_answer = (
             f", last answer {_ago(watch.last_event_at, now)}"

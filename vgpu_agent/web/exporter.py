@@ -35,7 +35,8 @@ SCRAPED = "/metrics"  # the path that scrapers ask for
 _KNOWN_SECONDS, _REFUSED_SECONDS = 60.0, 10.0
 _MAX_TOKENS = 64
 _LONGEST_TOKEN = 8192
-# Every client on the network may send unknown tokens.
+# Every client on the network may send unknown tokens. So the API server is asked about so many at
+# once, and about so many a second after that.
 _REVIEWS_AT_ONCE, _REVIEWS_A_SECOND = 10.0, 2.0
 
 
@@ -73,9 +74,11 @@ class Scrapes:
     def __init__(self, exporter: Exporter, reviews: Reviews, clock: Callable[[], float]) -> None:
         self._options, self._exposition = exporter.options, exporter.exposition
         self._reviews, self._clock = reviews, clock
+        # by content type: when it was made, by the clock, and the body
         self._last: dict[str, tuple[float, bytes]] = {}
         # by the hash of the token: until when, and whether it is allowed
         self._known: dict[bytes, tuple[float, bool]] = {}
+        # how many requests to the API server were left, and when that was
         self._reviews_left, self._counted_at = _REVIEWS_AT_ONCE, clock()
         self._asking = asyncio.Lock()
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class CauseView(msgspec.Struct, frozen=True):
-    """One cause. ``remedy`` is the short name of what helps against this cause alone."""
+    """One cause. ``code`` is its short name, such as ``XID 79``; ``remedy`` is the short name of
+    what helps against this cause alone.
+    """
 
     code: str
     text: str = ""
@@ -33,8 +35,8 @@ class IllnessView(msgspec.Struct, frozen=True):
         remedy: a sentence.
         answers: it answered the last reading of its state (by NVML); null when there was none since
             its last new error.
-        offered_again: the time at which new containers get it if nothing else happens; null while
-            more than time is missing.
+        offered_again: the time from which new containers get it if nothing else happens; null while
+            it needs more than time, such as a reset.
         offered_again_in_seconds: the same as a countdown; 0 when it is due.
     """
 
@@ -87,6 +89,8 @@ def trouble_text(health: Health, now: float, *, gone: bool = False) -> str:
         health: of the device, which is not healthy or gone.
         now: unix seconds.
         gone: the driver no longer lists it.
+
+    In the text a GPU "stays quiet" while it has no new error.
     """
     state = "gone" if gone else "unhealthy"
     if health.since and not health.ok:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # families whose shares an isolation backend's library can limit
 _FAMILIES_WITH_LIBRARY = frozenset(family.name for family in FAMILIES if family.library)
+# `missing`: why no library limits anything
 _SWITCHED_OFF = LibraryLimits(missing="the family is switched off")
 _MIG_UUID_PREFIX = "MIG-"
 # The memory of a process's CUDA context, which the library does not count: an upper bound.
@@ -55,7 +56,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Limits:
-    """The limits of the grants of one snapshot.
+    """The limits of the grants of one snapshot of the agent's state.
 
     State: the snapshot, its MPS daemons by resource, and its readings of regions and of containers
     under vgpu-control by (namespace, pod, container).
@@ -116,7 +117,7 @@ class Limits:
             if owner
             else None
         )
-        # `missing`: why no library limits anything; a container may have limits of an earlier one
+        # where no library limits anything now, the container may have limits of an earlier one
         if library.missing and (use is None or not use.limits):
             return Limit(LimitState.NONE, library.missing)
         if self._vgpu_control_is_disabled(grant, library):
@@ -135,7 +136,7 @@ class Limits:
         self, shares: Sequence[Share], use: ControlledUse, library: LibraryLimits
     ) -> Iterator[str]:
         """Yield each reason why a limit by `vgpu_control` is not in force, as a sentence."""
-        if use.trouble:
+        if use.trouble:  # its vgpu.config is not as the agent intended
             yield use.trouble
         for excess in self._excesses_in_file(shares, use, library):
             yield f"{excess}, so the container can take more than its share"
@@ -157,10 +158,12 @@ class Limits:
             if limit is None:
                 yield f"its vgpu.config does not name {device}"
                 continue
+            # `memory_scaling`: how many times the memory of a card is offered
             card_mib = int(library.memory_scaling * gpu.memory_mib) if gpu else memory_mib
             if 0 < memory_mib < card_mib and not 0 < limit.memory_bytes <= memory_mib << 20:
                 allowed = f"{limit.memory_bytes >> 20} MiB" if limit.memory_bytes else "all memory"
                 yield f"its vgpu.config allows {allowed} of {device} instead of {memory_mib} MiB"
+            # from `NO_CORES_LIMIT` percent on, the library limits no compute
             if 0 < cores < limit.cores_percent < NO_CORES_LIMIT:
                 yield (
                     f"its vgpu.config allows {limit.cores_percent} % of {device} instead of "
@@ -214,6 +217,7 @@ class Limits:
             if memory_mib and not 0 < usage.limit_bytes <= memory_mib << 20:
                 allowed = f"{usage.limit_bytes >> 20} MiB" if usage.limit_bytes else "all memory"
                 yield f"the region allows {allowed} of {device} instead of {memory_mib} MiB"
+            # `cores`: by the settings, the library limits compute
             if library.cores and 0 < cores < NO_CORES_LIMIT:
                 if not 0 < usage.cores_limit_percent <= cores:
                     yield (
@@ -233,7 +237,7 @@ class Limits:
             for share in grant.shares
             if (gpu := self._status.inventory.gpu(share.device))
         )
-        # `may_be_disabled` reads no more of it than the shares and the last two
+        # `may_be_disabled` reads only `shares`, `oversubscribed` and `unit_mib` of it
         target = Target(
             pod_uid=owner.pod_uid,
             container=owner.container,
@@ -243,6 +247,7 @@ class Limits:
             oversubscribed=library.oversubscribed,
             unit_mib=library.unit_mib,
         )
+        # the value of the setting, and where it came from
         setting, _ = self._status.config.get("hamiCore.disableVariable", ("whole-gpus", ""))
         return may_be_disabled(str(setting), target)
 
@@ -311,6 +316,7 @@ def _limit_by_evidence(use: ControlledUse) -> Limit:
 def _violations(shares: Sequence[Share], use: ControlledUse) -> Iterator[str]:
     """Yield each use of a card by the container's processes that the limit should prevent."""
     for device, memory_mib, _ in _totals_by_device(shares):
+        # process id on the host, and its MiB on the card
         own = [(pid, used) for card, pid, used in use.on_cards if card == device]
         if own and use.registers_processes and not use.pids:
             yield (

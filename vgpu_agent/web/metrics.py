@@ -1,5 +1,5 @@
-"""``/metrics``: the catalogue in Prometheus' text format (or OpenMetrics, when the scraper asks for
-it).
+"""``/metrics``: the metrics of the catalogue in Prometheus' text format (or OpenMetrics, when the
+scraper asks for it).
 
 Called by `web.server` for each scrape. It reads one snapshot that is already in memory and a few
 counters of the process, so a hung driver or a slow kubelet can delay no scrape. Nothing is kept
@@ -79,12 +79,16 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[MetricFamily]:
         """Yield every metric of the catalogue, also if it has no value; called by the registry."""
+        # what the values of all metrics are read from
         moment = Moment(self._status(), process_facts(), self._clock())
         for metric in self._metrics:
             yield _metric_family(metric, moment)
 
 
 def _metric_family(metric: Metric, moment: Moment) -> MetricFamily:
+    """Return a metric with its values at the ``moment`` of the scrape. The metric's functions read
+    rows from it: the values of the labels, and the value.
+    """
     samples = MetricFamily(
         metric.name.removesuffix("_total") if metric.kind is Kind.COUNTER else metric.name,
         metric.help,
@@ -152,7 +156,8 @@ def _reading(family: FamilySpec, metric: FamilyMetric) -> Callable[[Moment], Ite
                 commit=status.commit,
                 # the use that containers under `vgpu-control` make of their devices
                 controlled=status.controlled,
-                # attribute of the family's settings → value, after its files were applied
+                # attribute of the family's settings → value, with those from files of the plugin
+                # that the family replaces
                 in_force=status.binding.in_force.get(family.name, {}),
             )
         )

@@ -1,8 +1,8 @@
 """MIG instances: their JSON shape and whether they may be granted. Also the grants on devices that
 are gone, MIG instances or whole GPUs.
 
-Used by `views`, `problems` and the table of metrics. As in `views`, fields of the JSON may be added
-and are never renamed.
+Used by `views`, `problems`, `dashboard` and the metrics (`catalogue`, `readings`). As in `views`,
+fields of the JSON may be added and are never renamed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class MigView(msgspec.Struct, frozen=True):
-    """A MIG instance; ``health`` includes the faults of its GPU and of its device nodes."""
+    """A MIG instance. ``index`` is its position below its GPU. ``health`` includes the faults of
+    its GPU and of its device nodes; ``illness`` has the causes of a fault and the remedy, None for
+    a healthy device.
+    """
 
     uuid: str
     index: int
@@ -38,7 +41,7 @@ class MigView(msgspec.Struct, frozen=True):
 
 
 def instance_view(gpu: Gpu, instance: MigInstance, now: float) -> MigView:
-    """The instance as ``/debug`` shows it."""
+    """The instance as ``/debug`` shows it at ``now`` (unix seconds)."""
     reason = why_withheld(gpu, instance)
     health = UNHEALTHY if reason else instance.health.word
     return view(

@@ -2,7 +2,8 @@
 events, and the explanation of a pod.
 
 ``vgpu-agent status``, ``gpus``, ``pods``, ``events``, ``explain`` and ``curl :9394/`` print them.
-Pure functions on `views`. The page for a browser is in `dashboard`.
+Pure functions on `views`. Their ``layout`` is the width of the lines, and whether there are
+colours. The page for a browser is in `dashboard`.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def pods(answer: Mapping[str, Any], layout: Layout = PLAIN) -> str:
             _amounts(grant),
             grant.limit or "-",
             grant.state,
-            _since(grant.reserved),
+            _since(grant.reserved),  # since Allocate, or since a restarted agent found the grant
             ", ".join(dict.fromkeys(share.device for share in grant.shares)) or "-",
         )
         for pod in held
@@ -318,6 +319,7 @@ def _has_several_families(overview: Overview) -> bool:
 
 
 def _use_rows(overview: Overview) -> list[tuple[str, ...]]:
+    """Return for each GPU the family that has shares of it, since when, its pods, and who waits."""
     return [
         (
             str(gpu.index),
@@ -340,6 +342,7 @@ def _waiting(gpu: GpuView) -> str:
 
 
 def _held_back_rows(overview: Overview) -> list[tuple[str, ...]]:
+    """Return the ids of each resource that are not granted now, counted by the reason why."""
     return [
         (
             resource.resource,
@@ -429,6 +432,7 @@ def _family_rows(overview: Overview) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for family in overview.binding.families:
         by_pod = family.decided_by == "pod"
+        # when a container's shares are decided
         bound = (overview.binding.mode or "not known yet") if by_pod else "in Allocate"
         why = overview.binding.reason if by_pod else "its ids name the GPU"
         rows.append(
@@ -452,6 +456,7 @@ def _unless_problem(overview: Overview, text: str) -> str:
 def _state_of(family: FamilyView) -> str:
     if family.offered:
         return "offered"
+    # `idle`: the node has no device for it, which is no fault
     return "nothing here" if family.idle else "NOT OFFERED"
 
 
@@ -461,6 +466,7 @@ def _refusal_rows(overview: Overview) -> list[tuple[str, ...]]:
             refusal.pod_name,
             refusal.container,
             _since(refusal.since),
+            # `final`: trying again cannot help
             f"{refusal.count}, final" if refusal.final else str(refusal.count),
             _one_line(refusal.text),
         )

@@ -29,7 +29,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         ok: the probe succeeds (HTTP status 200); otherwise it fails (503).
-        lines: each part with its mark, and its state or fault; at last the verdict.
+        lines: each part with its mark, and its state or fault; at last the verdict. The marks are
+            ``[-]`` a reason to fail, ``[+]`` good, and ``[~]`` a problem that decides nothing.
     """
 
     ok: bool
@@ -65,7 +66,8 @@ def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
     (such as a CDI spec that cannot be written), or not registered with an open stream.
     """
     checks = (*_node_checks(status), *_api_checks(status, now), *_loop_checks(status, now))
-    reasons = problems.merged(status.not_ready)  # problems of one kind become one, as in `known`
+    # problems that differ in the resource or GPU only become one, as `known` lists them
+    reasons = problems.merged(status.not_ready)
     others = tuple(each for each in problems.known(status, now) if each not in reasons)
     return _verdict("ready", reasons, others, checks, verbose=verbose)
 

@@ -67,10 +67,11 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
         *_left_over(status),
         *_limits(status),
     ]
-    # A part that fails often keeps a resource from being offered, and is in its reason already.
+    # A failure often keeps a resource from being offered. Then the problem of that resource tells
+    # it, and it is not told again.
     reasons = {problem.reason for problem in found}
     found += [problem for problem in _mps(status) if problem.reason not in reasons]
-    said = " ".join(reasons)
+    said = " ".join(reasons)  # all that is told so far
     found += [problem for problem, error in _cdi(status) if error not in said]
     found += [
         problem
@@ -115,7 +116,7 @@ def _gpus(inventory: Inventory, now: float) -> Iterator[Problem]:
                     )
     gone = {str(gpu.index) for gpu in inventory.gpus if not gpu.present}
     for failure in inventory.failures:
-        if failure.partition(": ")[0] not in gone:
+        if failure.partition(": ")[0] not in gone:  # it begins with the index of the card
             yield Problem(ProblemKind.GPU, subject="", text=f"a GPU did not answer: {failure}")
 
 
@@ -163,6 +164,9 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
 
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
+    """Yield errors in files and settings, also settings by which some pods will not get what they
+    ask for (cautions), and conflicts between families (collisions).
+    """
     for text in (
         *status.binding.file_problems,
         *status.binding.cautions,
@@ -201,6 +205,7 @@ def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
 
 
 def _left_over(status: AgentStatus) -> Iterator[Problem]:
+    """Yield directories of ended containers that cannot be removed, as one problem."""
     paths = list(status.binding.left_over)
     if paths:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -218,6 +223,7 @@ def _mps(status: AgentStatus) -> Iterator[Problem]:
     for daemon in status.mps:
         if daemon.state is MpsState.FAILED:
             yield Problem(ProblemKind.MPS, subject=daemon.resource, text=daemon.trouble)
+        # why a GPU that the daemon had may still be in the compute mode for the daemon alone
         if daemon.not_given_back and daemon.not_given_back != daemon.trouble:
             yield Problem(
                 ProblemKind.MPS,
@@ -239,7 +245,9 @@ def _cdi(status: AgentStatus) -> Iterator[tuple[Problem, str]]:
 
 
 def _files(status: AgentStatus) -> Iterator[tuple[Problem, WriteFailure]]:
-    """Yield the files that cannot be written, once for a directory and reason."""
+    """Yield the files that cannot be written, once for a directory and reason; with the first
+    failure of them.
+    """
     by_cause: dict[tuple[str, str], list[WriteFailure]] = {}
     for failure in status.write_failures:
         by_cause.setdefault((failure.directory, failure.error), []).append(failure)
@@ -270,6 +278,7 @@ def _limits(status: AgentStatus) -> Iterator[Problem]:
 
 
 def _vanished(status: AgentStatus) -> Iterator[Problem]:
+    """Yield each grant on a GPU or MIG instance that the node no longer has."""
     for grant, device in mig.on_missing_devices(status):
         who = (
             grant.owner.pod_name

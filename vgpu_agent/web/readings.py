@@ -104,7 +104,7 @@ def histogram(
 
 
 def xids(moment: Moment) -> Iterator[Row]:
-    """Yield the number of each XID of each GPU."""
+    """Yield how often each XID was reported for each GPU."""
     yield from moment.status.nvml.history.xids.items()
 
 
@@ -117,7 +117,7 @@ def health_transitions(moment: Moment) -> Iterator[Row]:
 
 
 def share_seconds(moment: Moment) -> Iterator[Row]:
-    """Yield what each pod held of each resource, times seconds."""
+    """Yield how much each pod has held of each resource: the sum of amount × seconds."""
     yield from moment.status.ledger.share_seconds.items()
 
 
@@ -160,7 +160,7 @@ def gpu_info(moment: Moment) -> Iterator[Row]:
 
 
 def gpu_unhealthy_info(moment: Moment) -> Iterator[Row]:
-    """Describe the worst cause of each Unhealthy GPU in labels."""
+    """Describe the worst cause of each Unhealthy GPU, and what helps, in labels."""
     for gpu in moment.status.inventory.gpus:
         health = gpu.health
         if health.causes and health.remedy:
@@ -168,7 +168,9 @@ def gpu_unhealthy_info(moment: Moment) -> Iterator[Row]:
 
 
 def gpu_offered_again(moment: Moment) -> Iterator[Row]:
-    """Yield the time at which each Unhealthy GPU is offered again, where only time is missing."""
+    """Yield the time at which each Unhealthy GPU is offered again, where it only has to go on
+    without errors until then.
+    """
     for gpu in moment.status.inventory.gpus:
         if gpu.health.offered_at:
             yield (gpu.uuid,), gpu.health.offered_at
@@ -307,7 +309,9 @@ def usage_age(moment: Moment) -> float | None:
 
 
 def binding_info(moment: Moment) -> Iterator[Row]:
-    """The binding mode, while a family whose pods decide is on."""
+    """The binding mode, while a family whose pods decide is on; ``unknown`` while it depends
+    on the Node, and that has not been read yet.
+    """
     if any(family.decided_by_pod for family in moment.status.binding.families):
         yield (binding.mode_word(moment.status.binding) or "unknown",), 1
 
@@ -326,7 +330,9 @@ def grants(moment: Moment) -> Iterator[Row]:
 
 
 def limits(moment: Moment) -> Iterator[Row]:
-    """Grants whose shares are decided, by the state of their limit."""
+    """Grants whose shares are decided, by the state of their limit, such as in force, not in force,
+    or only configured.
+    """
     limits_of_grants = Limits(moment.status)
     found = (
         (grant.family, limits_of_grants.of(grant)) for grant in views.live_grants(moment.status)
@@ -345,14 +351,18 @@ def pre_starts(moment: Moment) -> Iterator[Row]:
 
 
 def refused_starts(moment: Moment) -> Iterator[Row]:
-    """Refused starts, final and not. Both series always exist, so that an alert can use them."""
+    """Containers whose start is refused now, for good ("true") or to be tried again. Both series
+    always exist, so that an alert can use them.
+    """
     final = sum(refusal.final for refusal in moment.status.binding.refusals)
     yield ("true",), final
     yield ("false",), len(moment.status.binding.refusals) - final
 
 
 def overcommitted(moment: Moment) -> Iterator[Row]:
-    """Yield two series for each overcommitted GPU."""
+    """Yield two series for each overcommitted GPU: the percent of compute, and the number of
+    holders, that schedulers have assigned beyond what it has.
+    """
     for each in moment.status.ledger.overcommitted:
         yield (
             (each.resource, each.device, "cores"),
@@ -362,7 +372,7 @@ def overcommitted(moment: Moment) -> Iterator[Row]:
 
 
 def api_requests(moment: Moment) -> Iterator[Row]:
-    """Requests as the client has counted them."""
+    """Requests to the API server by verb, resource and outcome."""
     return iter(moment.status.cluster.requests.items())
 
 
@@ -380,14 +390,14 @@ def each_watch(
 
 
 def each_writer(value: Callable[[WriterStatus], float]) -> Callable[[Moment], Iterator[Row]]:
-    """One series per writer."""
+    """One series per kind of writes to the API server."""
     return lambda moment: (
         ((writer.name,), value(writer)) for writer in moment.status.cluster.writers
     )
 
 
 def writes(moment: Moment) -> Iterator[Row]:
-    """Writes by result."""
+    """Writes to the API server by result; a dropped one was given up."""
     for writer in moment.status.cluster.writers:
         yield (writer.name, "written"), writer.written
         yield (writer.name, "failed"), writer.failed
@@ -395,7 +405,7 @@ def writes(moment: Moment) -> Iterator[Row]:
 
 
 def evictions(moment: Moment) -> Iterator[Row]:
-    """Evictions by result."""
+    """Evictions of pods that cannot start on this node, by result."""
     return (((result,), count) for result, count in moment.status.cluster.evictions.items())
 
 

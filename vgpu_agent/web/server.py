@@ -62,7 +62,9 @@ _FILES = {
     )
     for ending, kind in (("css", "text/css"), ("js", "text/javascript"))
 }
+# where another address of the agent lacks one of these, its error names the public address
 _PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
+# the time limit of the request, which the handler of a stream lifts
 _TIME_LIMIT = web.RequestKey("time_limit", asyncio.Timeout)
 _LONGEST_ECHO = 120  # characters of a wrong path that an error repeats
 _MAX_CONNECTIONS, _MAX_DEBUG_CONNECTIONS = 256, 32
@@ -94,7 +96,8 @@ class WebServer:
             address does.
         clock: unix seconds; a test passes its own.
         exporters: families that have metrics at an address of their own, and its options.
-        reviews: tells whether a scraper may get the metrics at such an address.
+        reviews: asks the API server whether a scraper may get the metrics at such an address; by
+            default there is none to ask, and no scraper may.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class WebServer:
         self._reviews = reviews
         self.exporter_addresses: list[str] = []
         self._kept = KeptAnswers()
+        # apart, because clients can invent any number of searches
         self._searches = KeptAnswers()
         self._dashboard = stream.Dashboard(lambda: dashboard_content.parts(*self._snapshot()))
         self._viewers = Viewers()
@@ -217,6 +221,15 @@ class WebServer:
         max_connections: int,
         tls: Callable[[], Awaitable[ssl.SSLContext]] | None = None,
     ) -> Address:
+        """Serve ``application`` at the address ``listen``; return that with the port it has got.
+
+        Args:
+            application: the handlers by path.
+            listen: the configured address.
+            flag: the command line flag that sets it, for the remedy in an error.
+            max_connections: the most connections at once.
+            tls: returns the TLS context for each new connection; None for plain HTTP.
+        """
         runner = web.AppRunner(
             application,
             access_log=None,
@@ -375,6 +388,7 @@ class WebServer:
             else:
                 answer = _json(200, found, pretty="pretty" in parsed.query)
             if isinstance(found, views.Overview):
+                # how the node is, from which `vgpu-agent status` makes its exit status
                 answer.headers[STATE_HEADER] = found.condition
             return answer
 
@@ -480,7 +494,7 @@ class KeptAnswers:
     while computing takes a small part of the time; otherwise a caller gets the last answer.
 
     State: the last answer to each kind of request, for a few seconds; the computing time that may
-    be spent now.
+    be spent (`_seconds_left`) at the moment `_counted_at`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -524,8 +538,8 @@ class KeptAnswers:
 class _RateLimit:
     """The rate limit of one connection.
 
-    State: the requests so far, and how many may be answered without delay now; less than 0 while
-    one waits.
+    State: the requests so far, and how many might be answered without delay at the moment
+    `_counted_at`; less than 0 while one waits.
     """
 
     __slots__ = ("_counted_at", "_requests_left", "requests")

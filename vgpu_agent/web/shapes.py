@@ -27,7 +27,7 @@ class When(msgspec.Struct, frozen=True):
 
 
 def when(unix_seconds: float, now: float) -> When:
-    """The moment ``unix_seconds``; 0 is never."""
+    """The moment ``unix_seconds``; 0 is never. ``now`` is in unix seconds, too."""
     if not unix_seconds:
         return When()
     at = dt.datetime.fromtimestamp(unix_seconds, dt.UTC).isoformat(timespec="milliseconds")
@@ -36,6 +36,7 @@ def when(unix_seconds: float, now: float) -> When:
 
 def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
     """Make a ``kind`` from ``others``, and its remaining fields from the attributes of ``source``.
+    The ages of moments are those at ``now`` (unix seconds).
 
     An attribute has the name of its field. That of a moment, a field of the type `When`, may end in
     ``_at`` or ``_since``.
@@ -52,8 +53,8 @@ def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
 
 
 def shown(source: msgspec.Struct, now: float) -> dict[str, Any]:
-    """Return all fields of a status. A name that ends in ``_at`` or ``_since`` is that of a moment,
-    and loses the ending.
+    """Return all fields of ``source``, a part of `AgentStatus`. A name that ends in ``_at`` or
+    ``_since`` is that of a moment, and loses the ending.
     """
     found = {}
     for name in source.__struct_fields__:
@@ -67,7 +68,9 @@ def shown(source: msgspec.Struct, now: float) -> dict[str, Any]:
 
 @functools.cache
 def _sources(kind: type[msgspec.Struct], source: type) -> tuple[tuple[str, str, bool], ...]:
-    """Each field of ``kind``, the attribute of ``source`` behind it, and whether it is a moment."""
+    """Each field of ``kind``, the attribute of ``source`` that it shows, and whether it is a
+    moment.
+    """
     attributes = dir(source)
     found = []
     for field in msgspec.structs.fields(kind):

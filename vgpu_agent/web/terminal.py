@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NARROWEST, WIDEST = 40, 1000  # columns of a `Layout`
+NARROWEST, WIDEST = 40, 1000  # the limits of `Layout.columns`, in characters
+# for `str.translate`: control characters become spaces
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _INDENT, _GAP = "  ", "  "
 _BELOW = " " * 6  # the indentation of what follows below a row
-_NARROWEST_TEXT = 24  # columns that a text needs beside the others of its row
+_NARROWEST_TEXT = 24  # characters that a wrapped cell needs at least beside the others of its row
 _TITLE, _HEADER, _GOOD, _BAD = "1", "2", "32", "31"  # SGR: bold, dim, green, red
 # The words of a state, in the columns of a table that have one.
 _STATE_COLUMNS = ("HEALTH", "STATE", "LIMIT")
@@ -31,7 +32,8 @@ class Layout(NamedTuple):
     """The form of a text.
 
     Attributes:
-        columns: the width that lines have to fit; None for tables with one line a row.
+        columns: the width in characters that lines have to fit; None for any width, with one line
+            for each row of a table.
         colours: mark titles and states with the escape sequences of a terminal.
     """
 
@@ -101,7 +103,9 @@ def wrapped(text: str, columns: int | None, *, below: str = "") -> list[str]:
 
 
 def parts(texts: Sequence[str], separator: str, layout: Layout) -> list[str]:
-    """Join texts, in several lines where they do not fit into one. No text is broken."""
+    """Join texts with ``separator``, in several lines where they do not fit into one. No text is
+    broken.
+    """
     lines: list[str] = []
     for text in (text.translate(_CONTROL) for text in texts):
         longer = f"{lines[-1]}{separator}{text}" if lines else text
@@ -118,7 +122,7 @@ def styled(text: str, style: str, layout: Layout) -> str:
 
 
 def state(word: str, layout: Layout) -> str:
-    """Colour the word of a state."""
+    """Colour a word that names a good or a bad state; return any other word as it is."""
     style = _GOOD if word in _GOOD_WORDS else _BAD if word in _BAD_WORDS else ""
     return styled(word, style, layout) if style else word
 
@@ -144,8 +148,8 @@ def _without(content: Table, title: str) -> Table:
 
 
 def _beside(content: Table, widths: list[int], columns: int | None) -> tuple[int, int | None]:
-    """Return how many columns stand beside each other, and the room of the last one if it is a text
-    that has to be wrapped.
+    """Return how many columns of the table stand beside each other, and the width (``room``) that
+    is left for the last one if its cells have to be wrapped; None if they need not be.
     """
     ends, end = [], len(_INDENT)
     for width in widths:
@@ -168,6 +172,9 @@ def _row(
     room: int | None,
     layout: Layout,
 ) -> list[str]:
+    """Return the lines of one row: the first ``beside`` cells aligned, the others below with their
+    titles. With ``room``, all cells are aligned, and the last one is wrapped to that width.
+    """
     if room is not None:
         first, *others = wrapped(row[-1], room) or [""]
         head = _line((*row[:-1], first), widths, layout, titles)
@@ -175,7 +182,7 @@ def _row(
         return [head, *(f"{before}{line}" for line in others)]
     lines, below = [_line(row[:beside], widths, layout, titles)], ""
     for title, cell in zip(titles[beside:], row[beside:], strict=True):
-        if cell in {"", "-"}:
+        if cell in {"", "-"}:  # no value
             continue
         piece = f"{title} {cell}"
         longer = f"{below}{_GAP}{piece}" if below else f"{_BELOW}{piece}"
@@ -189,6 +196,7 @@ def _row(
 
 
 def _line(cells: Sequence[str], widths: list[int], layout: Layout, titles: tuple[str, ...]) -> str:
+    """Return ``cells`` aligned in one line; with ``titles``, words of states are coloured."""
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
     padded[-1] = padded[-1].rstrip()
     if layout.colours and titles:

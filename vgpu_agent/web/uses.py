@@ -1,5 +1,5 @@
-"""The use of each GPU as views and in sentences: the family that it serves, since when, the pods
-that wait, and what frees it.
+"""The use of each GPU as views (public JSON shapes, see `shapes`) and in sentences: the family that
+it serves, since when, the pods that wait, and what frees it.
 
 Used by `views` for every page, and by `explain`. Unlike refusals, these texts name other pods: they
 are for the operator.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _MAX_PODS = 64  # in a view
 _NAMED_PODS = 3  # in a sentence
-_MAX_CLAIMS = 64
-_MAX_REASONS = 8
+_MAX_CLAIMS = 64  # in a view of one GPU
+_MAX_REASONS = 8  # why ids of one resource are not granted; the others are summed up in one view
 
 
 class ClaimView(msgspec.Struct, frozen=True):
-    """A pod that waits for a GPU, which is kept for it."""
+    """A pod that waits for a GPU, which is kept for it, and since when."""
 
     pod: str
     family: str = ""
@@ -69,7 +69,7 @@ class HeldBackView(msgspec.Struct, frozen=True):
 
 
 def use_view(use: GpuUse, now: float) -> UseView:
-    """Return the view of the use of one GPU."""
+    """Return the view of the use of one GPU; ``now`` is in unix seconds."""
     return view(
         UseView,
         use,
@@ -92,7 +92,7 @@ def freed_by(use: GpuUse) -> str:
 
 
 def pods(use: GpuUse) -> str:
-    """The pods that have shares, with the names of the first."""
+    """The number of the pods that have shares, with the names of the first."""
     return (
         f"{_count(use.holders)} ({_first(use.pods, use.holders) if use.pods else 'not named yet'})"
     )
@@ -122,12 +122,13 @@ def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
 def reason(status: AgentStatus, each: HeldBack) -> str:
     """Explain why these ids are not granted, as a sentence without its full stop."""
     gpus = called(status, each.gpus)
-    if not each.family:  # the reason is none of a family that the GPUs serve
+    if not each.family:  # the reason is another than that the GPUs serve a family
         return f"{gpus}: {each.reason}"
     serving = [
         use for use in status.ledger.uses if use.gpu in each.gpus and use.family == each.family
     ]
     oldest = min(serving, key=lambda use: use.since)
+    # `unnamed`: grants whose pod the kubelet has not named yet; each counts as a pod
     number = len({pod for use in serving for pod in use.pods}) + sum(use.unnamed for use in serving)
     if len(each.gpus) == 1:
         return (
@@ -197,11 +198,14 @@ def by_gpu(uses: Iterable[GpuUse]) -> dict[str, GpuUse]:
 
 
 def _text(unix_seconds: float) -> str:
+    # the 0.0 stands for the present time, by which only the age is computed
     return str(when(int(unix_seconds), 0.0).at).replace(".000Z", "Z")
 
 
 def _first(names: Sequence[str], total: int) -> str:
-    """Return the first of ``names``, and the number of the others."""
+    """Return the first of ``names``, and how many more of ``total`` pods there are; some of these
+    may have no known name.
+    """
     shown = listed(names[:_NAMED_PODS])
     return f"{shown} and {total - _NAMED_PODS} more" if total > _NAMED_PODS else shown
 

@@ -46,40 +46,43 @@ class UsageView(msgspec.Struct, frozen=True):
     temperature_celsius: int | None = None
     power_watts: float | None = None
     ecc_uncorrected_total: int | None = None
-    processes: tuple[dict[str, int], ...] = ()
+    processes: tuple[dict[str, int], ...] = ()  # keys: ``pid`` on the host, ``memory_mib``
 
 
 class GpuView(msgspec.Struct, frozen=True):
     """A GPU, its health, the family that it serves, and the holders of its shares."""
 
     uuid: str
-    index: int = 0
-    minor: int = 0
+    index: int = 0  # NVML's; it shifts when a card is unplugged
+    minor: int = 0  # the number in ``/dev/nvidia<minor>``
     name: str = ""
     memory_mib: int = 0
     pci_bus_id: str = ""
     numa_node: int | None = None
     compute_capability: str = ""
-    present: bool = True
-    health: str = ""
+    present: bool = True  # False once the card no longer answers or is gone
+    health: str = ""  # Healthy or Unhealthy
     health_reason: str = ""
     health_changed: When = When()
     illness: IllnessView | None = None  # the causes, with the remedy, while it is Unhealthy
     xids: tuple[XidView, ...] = ()  # the latest, ignored or not, the oldest first
     usage: UsageView | None = None
-    holders: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()  # ``namespace/pod/container``, as far as it is known
+    # how many containers may share it and its MIG instances; null if the node offers nothing of it
     max_holders: int | None = None
     mig_enabled: bool = False
     mig_instances: tuple[mig.MigView, ...] = ()
+    # UUID of another GPU → the level of the common PCI ancestor (``pci``), the number of direct
+    # NVLinks (``nvlinks``) and of NVLinks to NVSwitches (``switch_links``)
     links: dict[str, dict[str, int]] = {}
-    use: UseView = UseView()
+    use: UseView = UseView()  # the family that it serves, and the pods that have or await it
 
 
 class ShareView(msgspec.Struct, frozen=True):
     """A share of one device. Memory and cores are 0 if they are not limited."""
 
-    device: str
-    gpu: str = ""
+    device: str  # UUID of a GPU or MIG instance
+    gpu: str = ""  # UUID of its GPU
     gpu_index: int | None = None
     memory_mib: int = 0
     cores_percent: int = 0
@@ -92,10 +95,10 @@ class GrantView(msgspec.Struct, frozen=True):
     The names of pod and container are empty until the kubelet's records have them.
     """
 
-    number: int
+    number: int  # unique until the agent restarts; log lines about the grant have it
     family: str = ""
     resource: str = ""
-    state: str = ""
+    state: str = ""  # a `GrantState`
     namespace: str = ""
     pod: str = ""
     pod_uid: str = ""
@@ -103,6 +106,7 @@ class GrantView(msgspec.Struct, frozen=True):
     ids: tuple[str, ...] = ()  # at most the first 64; `ids_total` is the number of all
     ids_total: int = 0
     shares: tuple[ShareView, ...] = ()
+    # the time of the call of Allocate, or of the restart after which the grant was found
     reserved: When = When()
     # whether the limit is in force, a `LimitState`; empty while the share is not decided
     limit: str = ""
@@ -134,20 +138,21 @@ class ResourceView(msgspec.Struct, frozen=True):
     # the sharing of one device, if ids name devices: none, time-slicing, mps, or mps-host (MPS
     # whose daemon others run)
     sharing: str = ""
+    # the plugin server: waiting for the kubelet, serving, registered, draining, stopped or failed
     state: str = ""
     ready: bool = False
-    stream_open: bool = False
-    endpoint: str = ""
-    registered: When = When()
+    stream_open: bool = False  # the kubelet's call of ListAndWatch
+    endpoint: str = ""  # the name of the plugin's socket file
+    registered: When = When()  # with the kubelet
     registrations: int = 0
     registration_failures: int = 0
     streams_opened: int = 0
-    messages_sent: int = 0
-    bytes_sent: int = 0
+    messages_sent: int = 0  # lists of ids, over ListAndWatch
+    bytes_sent: int = 0  # the size of the last list
     ids: int = 0
     ids_healthy: int = 0
     ids_held: int = 0
-    ids_free: int | None = None
+    ids_free: int | None = None  # healthy, and held by no container; null if not known
     # False if the ids exist only for schedulers to count: the ledger books none of them, so
     # `ids_held` and `ids_free` say nothing about the use of the GPUs
     ids_booked: bool = True
@@ -156,14 +161,16 @@ class ResourceView(msgspec.Struct, frozen=True):
     allocate_seconds_last: float = 0.0
     allocate_seconds_sum: float = 0.0
     preferred_calls: int = 0  # of GetPreferredAllocation
-    pre_starts: int = 0
+    pre_starts: int = 0  # calls of PreStartContainer
     pre_starts_refused: int = 0
     last_error: str = ""
     held_back: tuple[HeldBackView, ...] = ()  # why some ids are not healthy
 
 
 class NvmlView(msgspec.Struct, frozen=True):
-    """The thread that owns NVML. ``call``, ``gpu`` and ``hung`` describe a call that hangs."""
+    """The thread that owns NVML. ``state`` is that of the driver, an `NvmlState`. ``call``, ``gpu``
+    and ``hung`` describe a call that hangs.
+    """
 
     state: str = ""
     library: str = ""
@@ -206,8 +213,8 @@ class Overview(msgspec.Struct, frozen=True):
     version: str = ""
     commit: str = ""
     simulated: bool = False
-    ready: bool = False
-    alive: bool = False
+    ready: bool = False  # ``/readyz`` succeeds
+    alive: bool = False  # ``/livez`` succeeds
     started: When = When()
     driver_version: str = ""
     cuda_version: str = ""
@@ -220,7 +227,9 @@ class Overview(msgspec.Struct, frozen=True):
 
     @property
     def condition(self) -> str:
-        """The value of `STATE_HEADER`, from which ``vgpu-agent status`` makes its exit status."""
+        """The value of the HTTP header `STATE_HEADER` of ``/debug/status``, from which
+        ``vgpu-agent status`` makes its exit status.
+        """
         if not self.ready:
             return NOT_READY
         return DEGRADED if self.problems else HEALTHY

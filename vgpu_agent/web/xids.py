@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus, XidSeen
     from vgpu_agent.web.allocations import AllocationView
 
-_SHOWN = 4  # of one device
-_NAMED_PODS = 3
+_SHOWN = 4  # XIDs of one device, the latest
+_NAMED_PODS = 3  # in one sentence
 # A program that has caused an XID usually ends within this time of it. The pod's status leaves out
 # fractions of a second.
 _ENDS_WITHIN_SECONDS = 60.0
@@ -34,7 +34,15 @@ _FRACTION_SECONDS = 1.0
 
 
 class XidView(msgspec.Struct, frozen=True):
-    """One XID on a GPU, once or ``count`` times in a row."""
+    """One XID on a GPU, once or ``count`` times in a row.
+
+    Attributes:
+        text: number and meaning.
+        remedy: the short name of what helps, a value of `Remedy`.
+        ignored: it does not make the GPU Unhealthy.
+        gpu_instance: the MIG GPU instance that the driver named; null for the whole GPU.
+        compute_instance: the same for the MIG compute instance.
+    """
 
     xid: int
     text: str = ""
@@ -57,7 +65,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 def xid_view(seen: XidSeen, now: float) -> XidView:
-    """Return the view of one entry."""
+    """Return the view of one XID; ``now`` is unix seconds."""
     return XidView(
         xid=seen.xid,
         text=seen.text,
@@ -72,7 +80,7 @@ def xid_view(seen: XidSeen, now: float) -> XidView:
 
 
 def held_now(grants: Sequence[AllocationView], now: float) -> list[Held]:
-    """List the devices of grants."""
+    """List the devices of ``grants``, those that one pod has."""
     return [
         Held(
             device=share.device,
@@ -87,6 +95,7 @@ def held_now(grants: Sequence[AllocationView], now: float) -> list[Held]:
 
 def held_before(status: AgentStatus, entries: Sequence[Entry], now: float) -> list[Held]:
     """List the devices that a pod without grants had, by the journal's ``entries`` about it."""
+    # number of a grant → unix seconds of its Allocate
     reserved = {
         entry.facts.get("grant"): entry.at
         for entry in status.events
@@ -99,6 +108,7 @@ def held_before(status: AgentStatus, entries: Sequence[Entry], now: float) -> li
             continue
         since = reserved.get(entry.facts.get("grant"), entry.at)
         until = entry.at if entry.event == "ledger.released" else now
+        # each text begins with the UUID of the device
         for device in {str(text).partition(" ")[0] for text in devices}:
             before = found.get((device, container))
             found[device, container] = Held(
@@ -132,7 +142,7 @@ def sentences(
         if held.since <= each.last_at
         and each.first_at <= held.until
         and each.concerns(instance)
-        and (each.ignored or gpu.health.ok)  # otherwise the health of the GPU has it
+        and (each.ignored or gpu.health.ok)  # otherwise the reason why it is Unhealthy tells it
     ]
     for each in seen[-_SHOWN:]:
         yield _occurred(gpu, instance, each, now)
@@ -153,6 +163,7 @@ def _occurred(gpu: Gpu, instance: MigInstance | None, seen: XidSeen, now: float)
 
 
 def _blame(status: AgentStatus, name: str, held: Held, seen: XidSeen, pod: Pod | None) -> str:
+    # `APPLICATION`: the remedy of an error that a program causes
     if seen.remedy is not Remedy.APPLICATION:
         return "It is an error of the GPU, not of the program; the program may have failed by it."
     container = pod.container(held.container) if pod else None

@@ -27,7 +27,7 @@ class Body(msgspec.Struct, frozen=True):
     """The result of reading a body.
 
     Attributes:
-        content: all of it, or its first `START_BYTES`.
+        content: all of it, or its first `START_BYTES`, which are enough for a refusal.
         whole: the body was not too large.
         ended: the client has sent all of it.
     """
@@ -40,7 +40,8 @@ class Body(msgspec.Struct, frozen=True):
 class Bodies:
     """Reads bodies of at most ``most_bytes``, each within ``seconds``.
 
-    State: the slots of the large bodies that are being read; each needs one (`slots.Slots`).
+    State: the slots. Each large body has one of them while it is read, so that only a few are read
+    at once. They are shared fairly between the addresses of clients.
     """
 
     def __init__(self, *, most_bytes: int, seconds: float) -> None:
@@ -73,7 +74,9 @@ class Bodies:
     async def _read_until_too_large(
         self, request: web.Request, body: bytearray, limit: asyncio.Timeout
     ) -> bool:
-        """Append to ``body`` until it is too large; tell whether it is complete."""
+        """Append to ``body`` until it is too large; tell whether it is complete. ``limit`` is the
+        time limit of the caller, which ends at once if the slot is taken away for another client.
+        """
         # only the start of a body that is declared too large is needed
         declared = request.content_length or 0
         most = START_BYTES if declared > self._most_bytes else self._most_bytes

@@ -23,21 +23,27 @@ from vgpu_agent.errors import CertificateError, shortened
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# A new authority must be written into the webhook configurations, and calls may fail until the API
-# server has read them. A new certificate of the same authority needs no such change.
+# How many days an authority and a server's certificate are valid, and with how many days left they
+# are replaced. A new authority must be written into the webhook configurations, and calls may
+# fail until the API server has read them. A new certificate of the same authority needs no such
+# change.
 AUTHORITY_DAYS, AUTHORITY_LEFT_DAYS = 3650.0, 365.0
 CERTIFICATE_DAYS, CERTIFICATE_LEFT_DAYS = 90.0, 30.0
 _DAY_SECONDS = 86400.0
-# The clocks of the API server and of this machine may differ.
+# So much before now the validity begins, since the clocks of the API server and of this machine may
+# differ.
 _EARLIER_SECONDS = 3600.0
-# A certificate whose validity begins later than this was made with a clock that is more wrong.
+# A certificate that becomes valid only after so many more seconds was made on a machine whose clock
+# is too far ahead, so it cannot be used.
 _SKEW_SECONDS = 300.0
-# Authorities in a bundle (``caBundle`` of a webhook configuration) that are not in the Secret:
-# each replica that starts may have made one.
+# Authorities in a bundle (``caBundle`` of a webhook configuration) beside those in the Secret in
+# which the replicas of the webhook share their certificate: each replica that starts may have made
+# one.
 _MOST_OTHERS = 3
 _LONGEST_NAME = 64  # of a subject (RFC 5280)
-_LONGEST_ERROR = 200
-# The exceptions of the library for foreign texts; those of x509 have no common base class.
+_LONGEST_ERROR = 200  # characters
+# The exceptions of the library for texts that others have written and it cannot use; those of x509
+# have no common base class.
 _UNUSABLE = (
     ValueError,
     TypeError,
@@ -102,7 +108,9 @@ def make(
 
 
 def problem(certified: ServerCertificate, names: Sequence[str], now: float) -> str:
-    """Return why a certificate cannot be used by a server of these names; empty if it can."""
+    """Return why a certificate cannot be used by a server of these DNS names at ``now`` (unix
+    seconds); empty if it can.
+    """
     try:
         authorities = x509.load_pem_x509_certificates(certified.authorities)
         certificate = x509.load_pem_x509_certificate(certified.certificate)
@@ -140,8 +148,9 @@ def is_due(certified: ServerCertificate, now: float) -> bool:
 
 
 def bundle_of(authorities: bytes, present: bytes, now: float) -> bytes:
-    """Return authorities in PEM, followed by the others in the present bundle: the newest few of
-    those that are still valid. If the present bundle cannot be read, it is dropped.
+    """Return the bundle that a webhook configuration should have: ``authorities``, followed by the
+    others in ``present``, the bundle that it has now: the newest few of those that are still valid.
+    If the present bundle cannot be read, it is dropped. All are in PEM.
     """
     first = x509.load_pem_x509_certificates(authorities)
     try:

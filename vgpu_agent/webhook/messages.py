@@ -16,11 +16,13 @@ from vgpu_agent.errors import RequestRefusedError, quoted, shortened
 
 VERSIONS = ("admission.k8s.io/v1", "admission.k8s.io/v1beta1")
 KIND = "AdmissionReview"
+# Lengths of texts in characters: a decoder's error inside a message, and an answer's message and
+# warnings.
 _LONGEST_ERROR = 500
 _LONGEST_MESSAGE = 2000
 _LONGEST_WARNING = 240  # the API server cuts them at 256
 _MAX_WARNINGS = 8
-FORBIDDEN, BAD_REQUEST, TOO_LARGE, INTERNAL_ERROR = 403, 400, 413, 500
+FORBIDDEN, BAD_REQUEST, TOO_LARGE, INTERNAL_ERROR = 403, 400, 413, 500  # HTTP statuses
 # The API server writes the version first, and the request's UID before everything else of it.
 _VERSION = re.compile(rb'"apiVersion"\s*:\s*"(admission\.k8s\.io/v1(?:beta1)?)"')
 _UID = re.compile(rb'"uid"\s*:\s*"([0-9A-Za-z-]{1,128})"')
@@ -32,6 +34,10 @@ Operation = dict[str, Any]
 
 
 class _Group(msgspec.Struct):
+    """A kind of API objects by its group and its name in paths; here, a *resource* is not one that
+    containers have limits for.
+    """
+
     group: str = ""
     resource: str = ""
 
@@ -41,10 +47,10 @@ class Request(msgspec.Struct, rename="camel"):
 
     Attributes:
         uid: of the review; the answer must repeat it.
-        resource: of the object.
-        sub_resource: empty for the object itself.
+        resource: the API group of the object and its name in paths, such as ``pods``.
+        sub_resource: such as ``status``; empty or None for the object itself.
         namespace: of the object.
-        operation: ``CREATE`` and others.
+        operation: ``CREATE``, ``UPDATE`` and so on.
         object: the object in JSON, as it would be stored.
     """
 
@@ -132,7 +138,9 @@ def read_review(body: bytes) -> Review:
 
 
 def cut_review(start: bytes, problem: str) -> Review:
-    """Read the version and the UID from the first bytes of a review: an answer needs no more."""
+    """Read the version and the UID from the first bytes of a review that cannot be read as a whole,
+    for the reason ``problem``: an answer needs no more.
+    """
     version, uid = (pattern.search(start[:START_BYTES]) for pattern in (_VERSION, _UID))
     return Review(
         version=version[1].decode() if version else VERSIONS[0],
@@ -184,8 +192,8 @@ def denied(review: Review, reason: str, *, code: int = FORBIDDEN) -> bytes:
 
     Args:
         review: the review.
-        reason: the sentence that its user sees.
-        code: the HTTP status that its user gets.
+        reason: the sentence that the user who sent the request sees.
+        code: the HTTP status that this user gets.
     """
     status = _Status(code, shortened(reason, _LONGEST_MESSAGE))
     return _encoded(review, _Response(review.uid, allowed=False, status=status))

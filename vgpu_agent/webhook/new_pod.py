@@ -33,7 +33,7 @@ _LONGEST_ERROR = 500
 
 
 class Pinned(enum.StrEnum):
-    """The treatment of ``spec.nodeName`` of a new pod that only a scheduler can serve."""
+    """The treatment of ``spec.nodeName`` of a new pod that only a scheduler can give GPUs."""
 
     AFFINITY = "affinity"  # the pod must be scheduled to the Node of that name
     HOSTNAME = "hostname"  # to a Node whose label kubernetes.io/hostname has that value
@@ -185,6 +185,9 @@ def _with_name(terms: object, node: str) -> list[Any]:
 def _places(
     field: str, containers: list[_Container | None] | None, kind: ContainerKind | None
 ) -> Iterator[tuple[str, ContainerKind, _Container]]:
+    """Yield the path, the kind and the content of each container in ``field`` of the pod's spec;
+    without ``kind``, its restart policy tells an init container from a sidecar.
+    """
     for place, container in enumerate(containers or ()):
         if container is not None:
             always = container.restart_policy == "Always"
@@ -201,7 +204,7 @@ def _read(container: _Container, kind: ContainerKind) -> PodContainer:
     unreadable: dict[str, str] = {}
     resources = container.resources or _Resources()
     for name, amount in (resources.limits or {}).items():
-        if "/" not in name:
+        if "/" not in name:  # such as cpu: no resource of a family
             continue
         text = str(amount)
         number = whole_number(text)
@@ -220,6 +223,7 @@ def _read(container: _Container, kind: ContainerKind) -> PodContainer:
 def _on_texts(
     field: str, present: Mapping[str, str | None] | None, wanted: Mapping[str, str | None]
 ) -> Iterator[Operation]:
+    """Yield the operations that set annotations or labels as ``wanted``; None removes one."""
     path = f"/metadata/{field}"
     added = {key: text for key, text in wanted.items() if text is not None}
     if present is None:

@@ -30,7 +30,7 @@ class OwnCertificateOptions(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The Service's names; the API server uses the first one."""
+        """The Service's names in DNS; the API server uses the first one."""
         short = f"{self.service}.{self.namespace}"
         return (f"{short}.svc", short, f"{short}.svc.cluster.local")
 

@@ -4,7 +4,10 @@ expires, and written into the webhook configurations so that the API server trus
 Replicas agree through the Secret. Each write names the resource version that it replaces. If two
 replicas write at once, the write of one is refused, and that replica reads the other's certificate.
 A round compares the present state with the desired one, and writes only the difference. So the
-process may end after any step, and other programs may change both.
+process may end after any step, and other programs may change the Secret and the configurations.
+
+An *authority* is a CA certificate; *the authorities* are the one that has signed and, while it is
+valid, the previous one, as one PEM text.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _CONFLICT, _NOT_FOUND = 409, 404
 # Each conflict means that another replica has written, and there are two or three.
 _MAX_TRIES = 5
 _LONGEST_ERROR = 500
-KINDS = ("mutating", "validating")
+KINDS = ("mutating", "validating")  # of webhook configurations
 # The keys in the Secret.
 _AUTHORITIES, _AUTHORITY_KEY, _CERTIFICATE, _KEY = "ca.crt", "ca.key", "tls.crt", "tls.key"
 
@@ -85,6 +88,7 @@ class OwnCertificate:
         # those in the Secret, and since when they are known; those in the webhook configurations
         self._authorities, self._known_since = b"", 0.0
         self._published = b""
+        # why the last round failed; empty after one that succeeded
         self._error = "it has not been stored in the Secret yet"
         # tells new failures from repeated ones, which are logged again after that time only
         self._failures = ChangeFilter(again_seconds=_AGAIN_SECONDS)
@@ -125,7 +129,7 @@ class OwnCertificate:
                 pause = max(RETRY_SECONDS, getattr(err, "retry_after_seconds", 0.0))
                 await asyncio.sleep(min(pause, CHECK_SECONDS))
             else:
-                self._failures.over("round")
+                self._failures.over("round")  # the next failure is a new one
                 await asyncio.sleep(CHECK_SECONDS)
 
     def _failed(self, error: str) -> None:
@@ -187,7 +191,7 @@ class OwnCertificate:
             now, names = self._clock(), self._options.names
             if found is None:
                 wanted = self._in_use  # which the API server trusts, if the Secret was emptied
-                if certificates.is_due(wanted, now):
+                if certificates.is_due(wanted, now):  # for renewal
                     wanted = await self._make(before=wanted)
             elif problem := await asyncio.to_thread(certificates.problem, found, names, now):
                 self._journal.record(

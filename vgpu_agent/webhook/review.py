@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.webhook.messages import Review
 
-    _Decide = Callable[[Review, NewPod], tuple[str, bytes]]
+    _Decide = Callable[[Review, NewPod], tuple[str, bytes]]  # → the outcome, and the answer
 
 MUTATE, VALIDATE = "mutate", "validate"
+# the outcomes of a review, as the metrics name them
 ALLOWED, CHANGED, DENIED = "allowed", "changed", "denied"
 UNREADABLE, LARGE, SLOW, FAILED = "unreadable", "too_large", "too_slow", "failed"
 _FAILED_TEXT = "the webhook failed on this pod; its log has the reason (webhook.failed)"

@@ -1,9 +1,10 @@
 """The process of the webhook: the HTTPS server for the API server, its certificate, and a watch of
 Nodes (vgpu-manager §6).
 
-All run on one event loop. A review is answered without waiting for anything but its own body. The
-server keeps no state that a review depends on, except the size of the largest Node, which may be
-missing. So any number of replicas can run.
+All run on one event loop. A review, the API server's question about one pod (AdmissionReview), is
+answered without waiting for anything but its own body. The server keeps no state that a review
+depends on, except the size of the largest Node, which may be missing. So any number of replicas can
+run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MAX_CONNECTIONS = 256
 # The API server closes connections that it has not used for 90 seconds.
 _KEEP_ALIVE_SECONDS = 120.0
 _BACKOFF_MIN_SECONDS, _BACKOFF_MAX_SECONDS = 1.0, 30.0
-_STUCK_SECONDS = 120.0
+_STUCK_SECONDS = 120.0  # after the time within which a watch should have given a beat
 # A round of the certificate is some calls, each of which may take its longest time, and a pause.
 _STUCK_ROUND_SECONDS = 360.0
 _TEXT = "text/plain; version=0.0.4"
@@ -111,7 +112,7 @@ class Service:
             family,
             journal=self._journal,
             largest_node=self._largest_node,
-            pinned=options.pinned,
+            pinned=options.pinned,  # what becomes of a pod's spec.nodeName
         )
         self._client = ApiClient(credentials) if credentials is not None else None
         self._sizes_of_nodes = _LargestNode(family)
@@ -146,6 +147,7 @@ class Service:
 
     def _largest_node(self) -> LargestNode:
         """Return the largest known amounts; zeros until all Nodes have been listed."""
+        # the operator's word: the number of GPUs of the largest Node that may come; 0: none given
         stated = self._options.least_largest_node
         # with `is_limit`, a request for more is refused, and not only warned of
         limit = LargestNode(gpus=stated, is_limit=stated > 0)
@@ -194,6 +196,7 @@ class Service:
                 self._start_loops(supervisor)
                 connections = await self._listen(runner)
                 await self._stopping.wait()
+                # goes on answering until the Service sends no calls here any more
                 await asyncio.sleep(self._options.drain_seconds)
         finally:
             if connections is not None:
@@ -241,6 +244,7 @@ class Service:
         return connections
 
     async def _tls(self, address: str) -> Callable[[], Awaitable[ssl.SSLContext]]:
+        """Return the function that gives each new connection its TLS context."""
         if self._own_certificate is not None:
             return self._own_certificate.context
         files = cast("CertificateFiles", self._options.certificate)

@@ -1,9 +1,11 @@
 """Slots: a semaphore that is fair between client addresses.
 
-Any client that reaches the port can take all slots and then be silent. So a free slot goes to the
-address that has the fewest. If none is free, an address that has several loses its oldest slot to
-an address that has fewer. A fixed limit per address would not work: all calls may come from one API
-server.
+A slot is the right to send the webhook a large body (`bodies`).
+
+Any client that reaches the webhook's port can take all slots and then be silent. So a free slot
+goes to the address that has the fewest. If none is free, an address that has several loses its
+oldest slot to an address that has fewer. A fixed limit per address would not work: all calls may
+come from one API server.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class _Waiting(msgspec.Struct, eq=False):
 
 
 class Slots:
-    """``most`` slots; use `held` to have one.
+    """``most`` slots in all; use `held` to have one.
 
     State: the holders and the waiting clients, both oldest first.
     """
@@ -47,7 +49,7 @@ class Slots:
     def __init__(self, most: int) -> None:
         self._most = most
         self._held: list[_Held] = []
-        self._cancelled: list[_Held] = []  # cancelled, but not gone yet
+        self._cancelled: list[_Held] = []  # taken away, but their work has not ended yet
         self._waiting: list[_Waiting] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -96,8 +98,8 @@ class Slots:
                 oldest.limit.reschedule(now)
 
     def _first(self) -> _Waiting | None:
-        """Return the waiting client whose address has the fewest slots. A cancelled one may still
-        be in the list for a moment.
+        """Return the waiting client whose address has the fewest slots, leaving out
+        those whose `held` was cancelled: they stay in the list for a moment.
         """
         counts = collections.Counter(held.host for held in self._held)
         waiting = [one for one in self._waiting if not one.got.done()]

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.pods import PodCache
 
-# The first answers containers that register themselves; the second keeps, for each of them, a file
+# A library must know which processes on a GPU are its own container's. The first loop answers
+# processes that register with the agent. The second keeps, for each container of theirs, a file
 # with the host's ids of its processes.
 _REGISTRY, _LISTS = "process registry", "process lists"
 # Changes come in bursts; a container takes longer than this to start.
@@ -45,7 +46,8 @@ class LibraryServicesInForce:
     again after a restart.
 
     Args:
-        services: family → the services that the library of its containers needs.
+        services: family → the services that the library of its containers needs, as directories;
+            an empty one stands for a service that it does not need.
         ledger: the grants.
         gpu_watch: the GPUs.
         pods: the pods of this node.
@@ -77,9 +79,9 @@ class LibraryServicesInForce:
         self._proc_root, self._cgroup_root = proc_root, f"{sysfs_root}/fs/cgroup"
         self._own_thread = OwnThread("samples file")
         self._changes = ChangeFilter()
-        self._registry_in = ""
-        self._samples_file: tuple[str, SmUtilFile] | None = None
-        self._sampled: tuple[tuple[int, str], ...] = ()
+        self._registry_in = ""  # the directory of the running registry; empty if none runs
+        self._samples_file: tuple[str, SmUtilFile] | None = None  # the directory and the file in it
+        self._sampled: tuple[tuple[int, str], ...] = ()  # index and UUID of each sampled GPU
 
     async def run(self) -> None:
         """Follow settings, grants and GPUs until cancelled."""
@@ -158,6 +160,7 @@ class LibraryServicesInForce:
 
     @property
     def _samples_in(self) -> str:
+        """The directory of the open file of samples; empty if there is none."""
         return self._samples_file[0] if self._samples_file is not None else ""
 
     async def _open_file(self, directory: str) -> SmUtilFile | None:

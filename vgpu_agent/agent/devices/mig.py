@@ -1,8 +1,9 @@
-"""Divide GPUs into MIG instances, one GPU at a time: check the GPU, run the host tool, check the
-result.
+"""Divide GPUs into MIG instances, one GPU at a time: check the GPU, run ``nvidia-mig-parted``
+(the *tool*, a program of the host), check the result.
 
-This implements `allocation.context.Divider`. `composition` starts the loop. The changes run in this
-loop, so a call from the kubelet that ends early does not interrupt a change.
+This implements `allocation.context.Divider`, by which `allocation` requests a change. `composition`
+starts the loop. The changes run in this loop, so a call from the kubelet that ends early does not
+interrupt a change.
 
 Before a change is requested, the ledger has made sure that no container holds a part of the GPU.
 This module checks the rest: that no other process uses the GPU, that the tool numbers the GPUs as
@@ -45,9 +46,10 @@ _INTERNAL_ERROR = "an internal error; the agent's log has the details"
 class MigDivider:
     """The divider of GPUs into MIG instances.
 
-    State: the queue of requested changes; and, for each layout whose last change failed, the time
-    and the reason. All of it is lost when the agent ends. After an interrupted change, the
-    next container that needs the layout has the GPU divided again.
+    State: the queue of requested changes; and, for each layout (a GPU and the profiles of its
+    instances) whose last change failed, the time and the reason. All of it is lost when the agent
+    ends. After an interrupted change, the next container that needs the layout has the GPU divided
+    again.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class MigDivider:
         """Build the divider.
 
         Args:
-            parted: the runner of the host tool.
+            parted: the runner of the tool.
             gpu_watch: the node's GPUs and the processes on them.
             call_timeout_seconds: how long the driver may take to answer.
         """
@@ -182,6 +184,7 @@ class MigDivider:
         Raises:
             _NotNowError: the driver does not answer in time.
         """
+        # when the GPUs were last read, and the processes on them
         read_at, measured_at = self._gpu_watch.read_at, self._gpu_watch.measured_at
         self._gpu_watch.refresh()
         try:
@@ -203,6 +206,7 @@ class _NotNowError(MigError):
 
 
 def _is_divided(gpu: Gpu, layout: MigLayout) -> bool:
+    """Tell whether the GPU has just the instances of the layout, in any order."""
     return collections.Counter(
         instance.profile for instance in gpu.mig_instances
     ) == collections.Counter(layout.profiles)
@@ -211,8 +215,8 @@ def _is_divided(gpu: Gpu, layout: MigLayout) -> bool:
 def _require_same_view(inventory: Inventory, exported: Mapping[int, Division]) -> None:
     """Check that the tool and the driver show the same division of each GPU.
 
-    The tool knows GPUs by their index only. If it numbered them differently from the driver, it
-    would divide another GPU.
+    ``exported`` is GPU index → division, by the tool. The tool knows GPUs by their index only. If
+    it numbered them differently from the driver, it would divide another GPU.
 
     Raises:
         MigError: they differ.

@@ -40,8 +40,8 @@ _logger = log.get(__name__)
 class MpsController:
     """The controller of the MPS daemons.
 
-    State: that of `Supervision`, and the settings in force. The daemons outlive the agent; a new
-    agent adopts them.
+    State: that of `Supervision`, which starts, checks and ends the daemons, and the settings in
+    force. The daemons outlive the agent; a new agent adopts them.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class MpsController:
         journal: Journal,
         view: MpsView = isolation.IN_CONTAINER,
     ) -> None:
-        """Build it, without a daemon; ``view`` is where this process sees the daemons' files, by
-        default where they are mounted in the agent's container.
+        """Build it, without a daemon; ``supervisor`` runs the loops. ``view`` is where this
+        process sees the daemons' files, by default where they are mounted in the agent's container.
         """
         self._view = view
         self._ledger, self._offering, self._inventory, self._supervisor = (
@@ -123,7 +123,9 @@ class MpsController:
             _logger.warning("mps.stop_incomplete", after_seconds=seconds)
 
     def _refresh(self) -> None:
-        """Set the desired daemons, and for each its GPUs that are in use by other resources."""
+        """Set the desired daemons, and for each its GPUs that containers hold through other
+        resources or with ids of earlier settings.
+        """
         resources = list(self._shared())
         if resources or self._supervision.statuses:
             self._supervision.want(
@@ -135,6 +137,7 @@ class MpsController:
             )
 
     async def _follow(self) -> None:
+        """Set the desired daemons after each change of the ledger."""
         # ends daemons of an earlier agent that no resource needs any more
         await self._supervision.end_former_daemons()
         async for _ in self._ledger.revision.changes():
@@ -148,9 +151,10 @@ class MpsController:
         """Check every few seconds, while a resource depends on the host's daemon, which others run,
         whether that runs. If not, a caution says so, and the resource is offered all the same.
         """
-        found: set[str] = set()
+        found: set[str] = set()  # resources whose daemon was last seen running, as the journal says
         while True:
             version = self._ledger.revision.version
+            # resource → family
             names = {
                 resource.name: resource.family
                 for resource in self._ledger.resources
@@ -204,6 +208,7 @@ class MpsController:
         return ""
 
     def _shared(self) -> Iterator[Resource]:
+        """Return the resources that are shared by MPS daemons of this agent."""
         return (
             resource for resource in self._ledger.resources if resource.sharing is SharingMode.MPS
         )
@@ -212,6 +217,9 @@ class MpsController:
         return daemon_plan(resource, self._inventory(), self._options[resource.family])
 
     def _holders(self, resource: str) -> tuple[str, ...]:
+        """Return the pods that hold ids of ``resource``, because of which its daemon must not end.
+        Before the ledger is rebuilt they are not known, and the answer says that there may be some.
+        """
         if not self._ledger.rebuilt:
             return ("pods that the kubelet has not reported yet",)
         grants = (grant for grant in self._ledger.grants if grant.resource == resource)

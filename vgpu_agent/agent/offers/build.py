@@ -1,8 +1,8 @@
 """The families of this node, built from the settings, from the files of the plugins that are
 replaced, and from what the node has.
 
-Called by `families` at start and whenever one of the three changes. The families themselves are
-those of `families.registry`.
+Called by `agent.offers.families` at start and whenever one of the three changes. The families
+themselves are those of `families.registry`.
 """
 
 from __future__ import annotations
@@ -59,17 +59,20 @@ class Built(msgspec.Struct, frozen=True):
     """The families, the faults of the files they were built from, and the resulting settings.
 
     Attributes:
-        in_force: family with such files → attribute of its settings → value.
+        in_force: family with files of a replaced plugin → attribute of its settings → value.
         origins: family → each of these attributes that a file has set → that file.
-        limits: family → the limits that its library sets its containers.
+        limits: family → the limits that the library of its isolation backend sets its containers,
+            whose processes load it.
         texts: file on the node → those of its texts that count: the newest, and while that has an
             error, those before it, back to the last one without (`plugin_files.texts_in_force`).
         control_nodes: as in `Found`.
         without_control_nodes: families whose containers would lack a device node that they need,
             see `ControlNodes.trouble`.
         blocked: family → why its pods must not be started now.
-        uses_libraries: the backends whose libraries some containers get.
-        services: family → what the library of its containers asks of the agent.
+        uses_libraries: the isolation backends whose libraries some containers get.
+        services: family → what the same library needs of the running agent: directories for
+            containers, for the registry of their processes, and for samples of their use of
+            compute.
         node_labels: the functions that make the labels for the Node which describe its GPUs, one of
             each family that has some.
     """
@@ -115,6 +118,7 @@ async def look_at_node(
     control_nodes = await asyncio.to_thread(find_control_nodes, settings)
     found = dict(texts)
     unreadable: dict[str, str] = {}
+    # the files on the node; those in ConfigMaps come with ``texts``
     for file in (file for family in FAMILIES for file in family.files if not file.config_map):
         before = found.pop(file.name, ())
         if path := file.path(settings):
@@ -133,7 +137,7 @@ async def look_at_node(
         wsl=control_nodes.wsl,
         libraries=libraries,
         cgroup_version=await asyncio.to_thread(_cgroup_version, settings.sysfs_root),
-        # whether the program is there that divides GPUs
+        # whether the program is there that divides GPUs into MIG instances
         divides=await asyncio.to_thread(_divides, settings),
         # the settings that a flag or a variable has set: they beat the files of a replaced plugin
         given=frozenset(
@@ -193,12 +197,15 @@ def build(settings: Settings, found: Found) -> Built:
 
 
 def list_options(settings: Settings, found: Found) -> ListOptions:
-    """Return how containers of every family get their devices."""
+    """Return how containers of every family get their devices: by variables, mounts, CDI or device
+    nodes.
+    """
     plugin = settings.plugin
     return ListOptions(
         strategies=plugin.device_list_strategy,
         id_strategy=plugin.device_id_strategy,
         cdi_annotation_prefix=plugin.cdi_annotation_prefix,
+        # the kind in CDI names: that of the container toolkit's spec, or that of the agent's own
         cdi_kind=TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND,
         # how CDI specs name devices; empty: as `id_strategy` says
         cdi_id_strategy="uuid" if settings.cdi.source == "toolkit" else "",
@@ -226,7 +233,7 @@ def _of_pods(settings: Settings, found: Found) -> ListOptions:
 
 
 def _divides(settings: Settings) -> bool:
-    """Tell whether the program is there that divides GPUs for a family."""
+    """Tell whether the program is there that divides GPUs into MIG instances for a family."""
     return any(
         shutil.which(family.mig_tool(settings).program) for family in FAMILIES if family.mig_tool
     )

@@ -54,6 +54,7 @@ def find_control_nodes(settings: Settings) -> ControlNodes:
     the node, then below ``/``. For a simulated node ``/`` is left out.
     """
     simulated = bool(settings.simulate)
+    # the root of the node's /dev/nvidia*, by its path on the node; where the driver root is mounted
     on_node = str(settings.gpu.device_node_root).rstrip("/")
     mounted = settings.cdi.container_driver_root.rstrip("/")
     roots = (

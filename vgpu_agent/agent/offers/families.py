@@ -205,6 +205,7 @@ class FamiliesInForce:
         mode = choose_mode(settings.binding.mode, self._cluster.node) or self._allocator.mode
         found = await look_at_node(
             settings,
+            # of the files of replaced plugins: from ConfigMaps, and from the last look at the node
             texts=self._cluster.plugin_texts,
             libraries=libraries,
             origins=self._origins,
@@ -229,6 +230,7 @@ class FamiliesInForce:
                     )
             self._allocator.revision.advance()  # the Node shows these settings, too
         self.in_force, self.origins, self.limits = built.in_force, built.origins, built.limits
+        # the texts of the replaced plugins' files, for the next time and for the next agent
         self._cluster.remember_plugin_texts(built.texts)
         self._control_nodes, self._node_labels = built.control_nodes, built.node_labels
         if built.services != self.services.value:
@@ -274,8 +276,8 @@ class FamiliesInForce:
         self._refused = frozenset(refused)
         for name, reason in refused.items():
             self._offering.refuse(name, reason)
-        # families that start no container now, and families whose ids are not offered now: see
-        # `allocation.context.Families`
+        # families whose pods decide and that start no container now, and families whose ids name
+        # devices and are not offered now
         paused = [
             family
             for family in self._families.pod_families
@@ -305,7 +307,8 @@ class FamiliesInForce:
         check_size: bool = False,
     ) -> Mapping[str, str]:
         """Add the resources of the family to ``offered``. If they cannot be offered, add none and
-        return resource → reason.
+        return resource → reason. With ``check_size``, a list of ids that is too long for one
+        message to the kubelet is such a reason.
         """
         try:
             resources = family.resources(inventory)
@@ -323,7 +326,7 @@ class FamiliesInForce:
             f"{one.name} and {other.name} have the same ids, as in the plugins that they come "
             "from; when a device changes its health, the kubelet (feature ResourceHealthStatus) "
             "may refresh the status of the other one's pod"
-            for one, other, _ in alike(offered)  # pairs of resources with equal ids
+            for one, other, _ in alike(offered)  # pairs of resources that have an id in common
         )
         library = () if self._offering.blocked else self._outdated
         found = (
@@ -354,6 +357,7 @@ class FamiliesInForce:
 
     def _blocked(self, built: Built) -> dict[str, str]:
         """Return family → the reason why its containers must not be started now."""
+        # why families that need the API server cannot be offered yet; empty when they can
         waits = self._cluster.waiting_for
         if not waits and self._allocator.mode is None:
             waits = (
@@ -414,9 +418,11 @@ def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) ->
     if found is None or (int(found[1]), int(found[2])) < _IDS_IN_STATUS_SINCE:
         return
     for resource in resources:
+        # only ids of this kind are so many: for each GPU one block of ids that differ by a number
         if not isinstance(resource.ids, NumberedIds) or not resource.ids.blocks:
             continue
         block = max(resource.ids.blocks, key=lambda block: block.count)
+        # `block.text`: the id of that number; the last one is the longest
         fits = _STATUS_ROOM_BYTES // (len(block.text(block.count - 1)) + _ENTRY_OVERHEAD_BYTES)
         if block.count > fits:
             yield (

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Resource
     from vgpu_agent.status import PluginStatus
 
-# How long after the end of a stream a busy kubelet may look for the client that it is to
-# disconnect; it finds none where `Offering.unlink` works. Only the hand-over waits for this.
+# When the stream of a resource ends, the kubelet disconnects its client of the plugin server and
+# marks the ids Unhealthy. This is how long after the end a busy kubelet may do so; it has no client
+# to disconnect where `Offering.unlink` works. Only the hand-over to the next agent waits for this.
 UNLINK_SECONDS = 1.0
-# The longest time for the registrations that are to fail: each makes the kubelet forget its client,
-# so that it does not notice the end of the stream. A kubelet needs milliseconds; one that needs
-# longer than this must not delay the hand-over.
+# The longest time for the registrations of `unlink`, which are to fail: each makes the kubelet
+# forget its client, so that the end of the stream has no consequence. A kubelet needs milliseconds;
+# one that needs longer than this must not delay the hand-over.
 _UNLINK_LIMIT_SECONDS = 5.0
 # The longest time until an agent whose successor is gone has registered again.
 _AGAIN_SECONDS = 3.0
@@ -96,7 +97,7 @@ class Offering:
         self._waiting: dict[str, asyncio.TimerHandle] = {}
         self._plugins: dict[str, DevicePlugin] = {}
         self._changing = asyncio.Lock()
-        self._closed = False
+        self._closed = False  # true while no server is to be started
         # advances with each list that the kubelet is sent, and each stream that ends
         self.lists_sent = Revision()
         # while it is not set, plugin servers are ready, and do not register
@@ -107,7 +108,7 @@ class Offering:
         # each returns why a resource must not be served now; `sync` asks again
         self.gates: list[Callable[[Resource], Withheld | None]] = []
         self._refused: dict[str, str] = {}  # resource → why its family cannot offer it
-        # what is odd about resources that are served all the same
+        # resource → what is odd about it, although it is served
         self.cautions: dict[str, str] = {}
 
     @property
@@ -126,7 +127,8 @@ class Offering:
             name: SentCounts(
                 listed=plugin.status.ids_sent,
                 healthy=plugin.status.healthy_sent,
-                # the kubelet keeps some ids a moment longer than schedulers
+                # the kubelet keeps some ids a moment longer, for pods that schedulers have bound
+                # by an earlier count
                 offered=min(plugin.status.healthy_sent, self._ledger.offered_ids(name)),
             )
             for name, plugin in self._plugins.items()
@@ -143,7 +145,7 @@ class Offering:
 
     @property
     def plugins(self) -> tuple[DevicePlugin, ...]:
-        """The plugin servers, whose lists `advertised` compares."""
+        """The plugin servers, whose lists `advertised` compares with those that the kubelet has."""
         return tuple(self._plugins.values())
 
     def has_task(self, name: str) -> bool:

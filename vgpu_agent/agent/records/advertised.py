@@ -1,9 +1,9 @@
-"""Check that the kubelet lists what it received:
+"""Check that the kubelet lists as allocatable the ids that it received:
 the only way to notice that another plugin has taken a resource from us.
 
-The kubelet keeps one list for each resource name: the last that arrived. When any plugin's stream
-of that name ends, it removes whichever plugin is registered (kubelet §3). So a second plugin that
-comes and goes leaves us with an open stream, no error, and an allocatable of 0. Called by
+The kubelet keeps one list of ids for each resource name: the last that arrived. When any plugin's
+stream of that name ends, it removes whichever plugin is registered (kubelet §3). So a second plugin
+that comes and goes leaves us with an open stream, no error, and an allocatable of 0. Called by
 `verification` in each pass, which asks pod-resources what can be allocated.
 
 Nothing is done at the first difference, because a list may be on its way. If the second comparison
@@ -39,7 +39,7 @@ _logger = log.get(__name__)
 
 # A list that was sent more recently may still be on its way into the kubelet's records.
 _SETTLING_SECONDS = 3.0
-_SHORTEST_PAUSE_SECONDS = 2.0
+_SHORTEST_PAUSE_SECONDS = 2.0  # between two new registrations of one resource
 _NOT_LISTED = (
     "the kubelet does not list the agent's ids: another plugin registered this resource, or the "
     "connection was lost"
@@ -56,7 +56,7 @@ class Server(Protocol):
         """The list last sent to the kubelet over a stream that is still open."""
 
     def register_again(self, reason: str) -> None:
-        """End the current registration and make a new one."""
+        """End the current registration and make a new one; ``reason`` is for people."""
 
 
 class _History(msgspec.Struct):
@@ -64,7 +64,10 @@ class _History(msgspec.Struct):
 
     Attributes:
         doubted: a difference was found, and nothing has been done about it yet.
-        fine_since: since when there has been none.
+        backoff: gives the next ``pause_seconds``.
+        fine_since: since when there has been no difference; None while there is one, or before the
+            first comparison.
+        registered_again_at: when a new registration was last made; minus infinity for never.
         pause_seconds: the shortest time between the last new registration and the next.
     """
 
@@ -96,7 +99,8 @@ class ListedIds:
         self._kubelet_status = kubelet_status
         self._journal = journal
         self._histories: dict[str, _History] = {}
-        # the `restarts_seen` of the kubelet that does not report its list; None without one
+        # the number of kubelet restarts seen (`restarts_seen`) when a kubelet did not report its
+        # list: none is asked again before the next restart; None while no such kubelet was met
         self._silent_kubelet: int | None = None
 
     async def compare(self) -> bool:
@@ -130,8 +134,9 @@ class ListedIds:
         ]
 
     def _look(self, server: Server, listed: frozenset[str] | SeenNumbers) -> bool:
-        """Compare the kubelet's list with the one sent; tell whether to look again soon. Of
-        numbered ids, ``listed`` has the numbers alone (`SeenNumbers`).
+        """Compare the kubelet's list with the one sent; tell whether to look again soon.
+        Where the ids of the resource differ in a number only, ``listed`` has just the numbers
+        (`SeenNumbers`).
         """
         status, sent = server.status, server.last_sent
         history = self._histories.setdefault(
@@ -166,7 +171,8 @@ class ListedIds:
             history.backoff.pause(),
             False,
         )
-        # the fault in the kubelet's list, in words: `not_listed`, `rival` or both
+        # the fault in words: our ids are missing (`not_listed`), there are another plugin's
+        # (`rival`), or both
         server.register_again(server.status.list_fault)
 
     def _note_difference(
@@ -196,8 +202,9 @@ class ListedIds:
         _show(status, before)
 
     def _note_fine(self, status: PluginStatus, history: _History) -> None:
-        """Note that the kubelet lists all our ids and no others. While that stays so, a rival is
-        shown for the longest pause, because two plugins may take turns.
+        """Note that the kubelet lists all our ids and no others. While that stays so, the text
+        about another plugin (`rival`) is shown for the longest pause, because two plugins may take
+        the resource from each other alternately.
         """
         now = asyncio.get_running_loop().time()
         history.doubted = False

@@ -37,14 +37,17 @@ if TYPE_CHECKING:
 
 # Predecessors of the file: FILE.1 is the youngest.
 _KEPT_FILES = 4
-# Lines that wait for a disk. A container costs two.
+# Lines that wait for a disk. A container needs two: for the beginning and the end of its grant.
 _MAX_WAITING = 10_000
-_WRITE_SECONDS = 10.0
-_RETRY_SECONDS = 10.0
+_WRITE_SECONDS = 10.0  # the time limit of one access to the file
+_RETRY_SECONDS = 10.0  # the longest pause after a failed write
 # A predecessor that stopped longer ago was not followed by this agent at once.
 _AT_ONCE_SECONDS = 300.0
+# The end of the file, as far as it is searched for the lines of the process before.
 _READ_BACK_BYTES = 4 * 1024 * 1024
+# The events of lines that say that a container has devices.
 _HOLDS = frozenset({"granted", "found", "changed"})
+# The beginning of the sentence in `Grant.evidence` about who has decided on the devices.
 _DECIDED = "decided by "
 _BY_KUBELET = "the kubelet, which chose the device ids"
 _MIB = 1024 * 1024
@@ -55,13 +58,13 @@ _Holder = tuple[str, str, str]
 
 
 class AuditLog:
-    """The comparison of the ledger's grants with those of the last look, and the file.
+    """The comparison of the ledger's grants with those of the last call of `look`, and the file.
 
     State: the grants that have a line, and the lines that could not be written yet. Lines that
     still wait when the process ends are lost. The next process writes ``started``, and then a line
-    for each grant that it finds; a grant without one has ended in between. Where the process before
-    has just ended in an orderly way, as in a hand-over, a grant without a line of that process is
-    ``granted``.
+    for each grant that it finds; a grant without one has ended in between. Such a line has the
+    event ``found``. It has ``granted`` where the process before has just ended in an orderly way,
+    as when one agent hands over to the next, and has written no line about the grant.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class AuditLog:
         """Build it.
 
         Args:
-            settings: the file and its size.
+            settings: the file and its greatest size.
             ledger: the grants.
             inventory: the GPUs, for the GPU of a MIG instance.
             journal: receives failures to write.
@@ -86,13 +89,13 @@ class AuditLog:
         self._ledger, self._inventory, self._journal = ledger, inventory, journal
         self._clock = clock
         self._thread = OwnThread("audit log")
-        self._known: dict[int, Grant] = {}
-        self._looked = False
-        # the containers of the process before, where its part of the file is whole
+        self._known: dict[int, Grant] = {}  # the grants that have a line, by number
+        self._looked = False  # `look` was called before
+        # the containers that have a line of the process before; None where that is not certain
         self._before: frozenset[_Holder] | None = None
         self._waiting: collections.deque[bytes] = collections.deque()
-        self._lost = 0
-        self._changes = log.ChangeFilter()
+        self._lost = 0  # lines that were dropped since the last write, because too many waited
+        self._changes = log.ChangeFilter()  # so that a failure is logged once, not at each try
 
     async def run(self) -> None:
         """Write a line for each change of a grant, until cancelled."""
@@ -132,7 +135,7 @@ class AuditLog:
         for number, grant in grants.items():
             before = self._known.get(number)
             if before is None:
-                # At the first look, the ledger has what it found in the kubelet's records. A grant
+                # At the first call, the ledger has what it found in the kubelet's records. A grant
                 # that it found there later is marked as `found`.
                 new = self._looked and not grant.found
                 facts = self._facts(grant)
@@ -176,6 +179,7 @@ class AuditLog:
             self._lost += 1
 
     def _facts(self, grant: Grant) -> dict[str, Any]:
+        """Return the fields of a line about ``grant``."""
         owner, inventory = grant.owner, self._inventory()
         assert owner is not None  # noqa: S101 - `look` takes no others
         devices = []
@@ -228,6 +232,9 @@ class AuditLog:
         return None
 
     def _just_stopped(self, facts: dict[str, Any]) -> bool:
+        """Tell whether ``facts``, the last line of the file, says that the process before has ended
+        in an orderly way a short time ago.
+        """
         stopped_at: str = facts["at"]
         since = _time(self._clock() - _AT_ONCE_SECONDS)
         return facts["event"] == "stopped" and stopped_at >= since

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodCache
     from vgpu_agent.runtime.grants import GrantDirectory
 
+# after a change of the pods, so that one pass serves a burst of changes
 _SETTLING_SECONDS = 1.0
 
-# ``<pod UID>_<container>``, by the API server's UIDs
+# ``<pod UID>_<container>``, by the API server's UIDs; the kubelet's UIDs of static pods are hashes
+# without hyphens
 _OF_A_CONTAINER = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}_[a-z0-9-]{1,63}")
 
 
@@ -54,7 +56,7 @@ class GrantKeeping:
                 of an isolation backend, or had one from an earlier agent.
             shared_directories: where a plugin that a family replaces has made such directories,
                 among other things.
-            pause_seconds: the longest pause between two looks.
+            pause_seconds: the longest pause between two passes.
             renew_offer: brings the offers up to date. In each pass, because it also looks for a
                 newer library of an isolation backend, which the operator may supply at any time.
         """
@@ -97,7 +99,9 @@ class GrantKeeping:
                 await self._grant_directory.withdraw(record)
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Look until cancelled: soon after a change of the pods, and regularly."""
+        """Restore and remove files until cancelled, in passes: soon after a change of the pods, and
+        regularly.
+        """
         while True:
             beat()
             await self._renew_offer()
@@ -129,7 +133,8 @@ class GrantKeeping:
         if not self._pod_cache.synced.is_set():
             return
         await self._grant_directory.collect(self._still_wanted, beat)
-        # then the directories for which there is no grant record
+        # Then the directories for which there is no grant record. `sweep` removes those whose name
+        # the function rejects.
         for directory in self._container_directories:
             await self._grant_directory.sweep(
                 directory, lambda name: self._lives(name.partition("_")[0]), beat

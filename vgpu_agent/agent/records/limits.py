@@ -2,9 +2,10 @@
 
 `hami-core` keeps the limits and the usage of a container in a file, its *region*. The container can
 write that file, so a hostile container can raise its own limit. With `vgpu-control`, a container
-can run programs without the library. The agent prevents neither. It compares the files of
-containers with the grants (`web.limits`), and records each such grant once. That includes grants
-under MPS, at the next change of such a file.
+can run programs without the library that enforces the limit. The agent prevents neither. It
+compares the files of containers with the grants (`web.limits`), and records each grant whose limit
+is not in force once. Grants under MPS have no such file: they are checked when the file of any
+container changes.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class MissingDevices:
         self._ledger = ledger
         self._inventory = inventory
         self._journal = journal
-        self._reported = log.ChangeFilter()  # by (number of the grant, device)
+        self._reported = log.ChangeFilter()  # by (`Grant.number`, UUID of the device)
 
     @property
     def write_failure(self) -> WriteFailure | None:

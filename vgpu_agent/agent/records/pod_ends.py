@@ -35,6 +35,7 @@ class PodEnds:
     ) -> None:
         """Join ``ledger`` and ``pod_cache``; ``clock`` is the ledger's."""
         self._ledger, self._pod_cache, self._clock = ledger, pod_cache, clock
+        # `PodCache.ends`, the number of pods that were seen to end, at that time
         self._ends_known = 0
 
     def pending(self) -> frozenset[str]:
@@ -84,7 +85,8 @@ class PodEnds:
         )
         if not all(self._pod_cache.has_ended(entry.owner.pod_uid) for entry in entries):
             return False
-        # not `entries`: the checkpoint has no names of pods, and still has pods that have ended
+        # `holdings`, not `entries`: those are the lines of the checkpoint, which has no names of
+        # pods, and still has pods that have ended
         listed = {
             (held.owner.namespace, held.owner.pod)
             for held in records.holdings

@@ -48,8 +48,8 @@ class SharedReading(Generic[Read]):
 
     def __init__(self, read: Callable[[], Awaitable[Read]]) -> None:
         self._read = read
-        self._turn = asyncio.Lock()
-        self._begun = 0
+        self._turn = asyncio.Lock()  # held while a reading is under way
+        self._begun = 0  # the number of the reading that began last
         self._last: tuple[int, Read] | None = None
 
     @property
@@ -133,7 +133,9 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class KubeletRecordsReader:
-    """The reader of both records; see `allocation.context.RecordsReader`."""
+    """The reader of both records, a call of which returns what they say about some ids. It
+    implements `allocation.context.RecordsReader`.
+    """
 
     def __init__(
         self,
@@ -187,6 +189,7 @@ class KubeletRecordsReader:
         listed = asked.result() if asked else await self._get(known)
         if listed is None:
             return None  # the caller then uses List, which answers or shows what is wrong
+        # the pods that have the ids by pod-resources; of several, or none, the caller asks for all
         live = {
             (held.owner.namespace, held.owner.pod)
             for held in listed
@@ -206,11 +209,12 @@ class KubeletRecordsReader:
         set[tuple[str, str] | None],
         asyncio.Task[tuple[Holding, ...] | None] | None,
     ]:
-        """Return the checkpoint, its entries about ``ids``, the names of their pods, and the
-        finished `_get` for these pods.
+        """Return the checkpoint, its entries about ``ids``, the names of their pods (None for a pod
+        that is not known yet), and the finished `_get` for these pods.
 
         The last is None where another pod was expected, or none.
         """
+        # the pod that had the ids before, and the containers that cannot be the one that starts
         had, holders = self._by_last_reading(resource, ids)
         expected_now = (
             contextlib.nullcontext(had)

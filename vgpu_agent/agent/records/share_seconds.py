@@ -1,8 +1,8 @@
 """The time for which each pod has held shares, for chargeback.
 
-The sum of one pod and one resource grows by the amount that the pod holds of the resource, times
-the seconds. It survives a restart in a file in ``stateDirectory``, and the time in which no agent
-ran is added for pods that still hold their shares. A sum is never less than the one that was
+The sum of one pod and one resource grows by the number of ids that the pod holds of the resource,
+times the seconds. It survives a restart in a file in ``stateDirectory``, and the time in which no
+agent ran is added for pods that still hold their shares. A sum is never less than the one that was
 scraped before, which a reader would take for a new counter: after a crash, only sums of pods that
 still hold their shares are continued.
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant
 
 _WRITE_SECONDS = 60.0
-# The sum of a pod that has ended is shown for so long, so that each scraper sees its last value.
+# The sum of a pod that has ended is in the metrics for so long, so that each scraper sees its last
+# value.
 _KEPT_SECONDS = 3600.0
 # More sums are not kept. A node has some hundred pods, and each holds a few resources.
 _MAX_SUMS = 4096
@@ -44,8 +45,8 @@ class Sum(msgspec.Struct, rename="camel"):
 
     Attributes:
         pod_uid: of the pod that holds it or held it last; empty where it is not known.
-        seconds: amount of the resource × seconds.
-        held: the amount that it holds now.
+        seconds: the sum: ids × seconds.
+        held: the number of ids that it holds now.
         held_at: unix seconds at which it held something last.
     """
 
@@ -62,8 +63,8 @@ class _Stored(msgspec.Struct, rename="camel"):
     """The content of the file.
 
     Attributes:
-        at: unix seconds.
-        sums: all that are shown.
+        at: unix seconds at which it was written.
+        sums: those in the metrics, and those of an earlier file whose pods have not been seen yet.
         final: the process wrote it at its end, so no sum was higher when it was scraped.
     """
 
@@ -91,7 +92,7 @@ class ShareSeconds:
 
         Args:
             directory: the setting ``stateDirectory``.
-            ledger: its grants are counted.
+            ledger: its grants are what pods hold.
             wall: unix seconds.
             clock: seconds that only grow.
         """
@@ -104,10 +105,12 @@ class ShareSeconds:
             when_not_written="a restart begins the sums of vgpu_agent_share_seconds_total at zero",
         )
         self._sums: dict[Key, Sum] = {}
-        self._at = clock()
+        self._at = clock()  # up to when the sums are complete
         # from the file: sums of pods that held something then, and have not been seen since
         self._awaited: dict[Key, Sum] = {}
+        # until when (by `clock`) they are waited for; when (by `wall`) the file was written
         self._awaited_until, self._stored_at = 0.0, 0.0
+        # a sum differs from the file; the file has been read
         self._changed = self._loaded = False
 
     async def load(self) -> None:
@@ -130,7 +133,7 @@ class ShareSeconds:
         """
         written_at = self._clock()
         while True:
-            versions = Versions(self._ledger.revision)
+            versions = Versions(self._ledger.revision)  # `passed` waits for the next change
             self.advance()
             left = written_at + _WRITE_SECONDS - self._clock()
             if left <= 0:
@@ -184,7 +187,9 @@ class ShareSeconds:
         self._forget(wall)
 
     def _sum_of(self, grant: Grant, wall: float) -> Sum | None:
-        """Return the sum that the grant counts for; None while its pod has no name."""
+        """Return the sum to which the grant's ids belong; None while the name of its pod is not
+        known, and for a grant that has been released.
+        """
         owner = grant.owner
         if owner is None or not owner.pod or grant.state is GrantState.RELEASED:
             return None
@@ -211,6 +216,9 @@ class ShareSeconds:
         return stored
 
     def _forget(self, wall: float) -> None:
+        """Drop the sums of pods that ended more than `_KEPT_SECONDS` ago, and above `_MAX_SUMS` the
+        ones whose pods held something longest ago.
+        """
         over = [
             key
             for key, one in self._sums.items()

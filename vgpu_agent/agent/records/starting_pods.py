@@ -31,8 +31,8 @@ _PENDING = "Pending"  # a pod's phase until its main containers run
 class StartingPods:
     """The pods of the pod cache that are starting.
 
-    State: the containers that callers expect now, so that simultaneous callers expect different
-    ones; and since when each pod has been pending. Lost with the process, without harm.
+    State: the containers that callers of `expected` ask about now, so that simultaneous callers get
+    different ones; and since when each pod has been pending. Lost with the process, without harm.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StartingPods:
         self._offered: tuple[Resource, ...] = ()
         # computed from `_offered`; the same object until the offer changes
         self._decided_by_pod = frozenset[str]()
-        self._asked_about: set[tuple[str, str]] = set()
+        self._asked_about: set[tuple[str, str]] = set()  # (UID, container) inside an `expected` now
         self._pending_since: dict[str, float] = {}
 
     @property
@@ -73,7 +73,8 @@ class StartingPods:
 
     def any_starting(self) -> bool:
         """Tell whether the kubelet is starting pods that ask for one of `decided_by_pod`. Pods that
-        have been pending for longer than `pod_publisher.STARTS_FIRST_SECONDS` do not count.
+        have been pending for longer than `pod_publisher.STARTS_FIRST_SECONDS` do not count: they
+        wait for something else, such as an image.
         """
         wanted, now = self.decided_by_pod, self._clock()
         pending = [
@@ -125,7 +126,9 @@ class StartingPods:
     def _longest_waiting(
         self, resource: str, count: int, excluding: Container[tuple[str, str]]
     ) -> tuple[str, str] | None:
-        """Return (UID, container) of the container that has waited longest; None without any."""
+        """Return (UID, container) of the container that has waited longest for ``count`` ids of
+        ``resource``; None without any.
+        """
         started = self._started()
         for pod in self._pod_cache.pods:
             for container in pod.containers:

@@ -5,7 +5,8 @@ The kubelet reports neither the owner of the ids that it has just allocated nor 
 a plugin. Its records show both: its checkpoint and its pod-resources socket. An ended pod in the
 watch triggers an additional reading. Each regular pass also checks that the kubelet lists the ids
 that it was sent (`advertised`). `composition` runs `rebuild` before the first registration (kubelet
-V10) and when the offered names change or the pods are first known, and `run` as a supervised loop.
+V10) and when the names of the offered resources change or the pods are first known, and `run` as a
+supervised loop.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _LONGEST_BURST_SECONDS = 10.0
 # a tenth of the time. It is never more than one second: a busy kubelet must not delay the release
 # of its pods.
 _BETWEEN_ENDS_SECONDS = 0.25
-_REST_AFTER_LOOK = 9
+_REST_AFTER_LOOK = 9  # pause in durations of the reading before it
 # The factor by which the pause grows while the kubelet still has the same ended pods. So the
 # reading that finds them gone comes late by at most a quarter of the time that the kubelet took,
 # plus the pause above.
@@ -122,19 +123,21 @@ class Verification:
         # listed since
         self._unlisted: set[int] = set()
         self._lists_all_at = math.inf  # when pod-resources should list every pod
-        # the ends of pods that were known at the last reading
+        # the ends of pods that were known at the last reading, by the keys of `PodEnds.pending`: a
+        # pod's UID, or one key for all ends while the pod of some grant is not known
         self._looked_for: frozenset[str] = frozenset()
         # the duration of the last reading, and when it was over (loop time)
         self._look_seconds = self._looked_at = -math.inf
         self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next reading for the same ends
+        # the number of corrections that were drift since the start, and the latest of them
         self.drift_total = 0
         self.drift_last: tuple[str, ...] = ()
-        self.verified_at = 0.0
+        self.verified_at = 0.0  # unix seconds of the last complete reading; 0 for never
 
     async def rebuild(self) -> None:
         """Read the records as at a start, when it is no drift that the ledger lacks a grant:
-        before the first registration, and again before names are offered that the agent could not
-        read until then.
+        before the first registration, and again before the agent offers resources whose ids it
+        could not interpret until then.
         """
         await self._verify(initial=True)
         self._journal.record(
@@ -232,7 +235,7 @@ class Verification:
             self._kubelet_settings.checkpoint_path,
             is_wanted=lambda name: name not in only_counted,
         )
-        now, shown_at = self._clock(), time.time()
+        now, shown_at = self._clock(), time.time()  # the latter for the status
         listed = (
             {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids}
             if records.complete
@@ -288,7 +291,8 @@ class Verification:
         return records.complete
 
     def _of_live_pods(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
-        """Yield the holdings of pods that have not ended, with names for pods that the watch has.
+        """Yield the holdings of pods that have not ended, with namespace and name for pods that the
+        watch has.
 
         The checkpoint may still have holdings of ended pods.
         """
@@ -320,7 +324,9 @@ class Verification:
         )
 
     def _note_look(self, ended: frozenset[str], began: float) -> None:
-        """Note a reading for the ends ``ended`` that began at ``began`` (loop time)."""
+        """Note a reading that began at ``began`` (loop time), when the ends of pods ``ended`` were
+        known.
+        """
         self._end_pause = (
             _END_PAUSE_GROWTH * self._end_pause
             if ended and ended <= self._looked_for

@@ -3,7 +3,9 @@ right for the container that has it.
 
 The kubelet's records prove which container starts, and keep the answer that it has. It must be the
 answer that this container should have got. Of two containers with equal shares that got each
-other's answers, each may keep what it got.
+other's answers, each may keep what it got. Where a backend limits containers, an answer mounts a
+directory of the host that is made for one container alone (`Provision.own_directory`), which tells
+the answers of equal shares apart.
 """
 
 from __future__ import annotations
@@ -127,11 +129,13 @@ class Answers:
         return self._anothers(token, given, evidence, gone(given.decided_for[0]))
 
     def _anothers(self, token: str, given: Given, evidence: Evidence, gone: bool) -> Verdict:
-        """Judge another container's answer for a container with an equal share."""
+        """Judge the answer ``given`` for another container than the one that has it, with an equal
+        share. ``gone``: the pod of that other container has ended or does not exist.
+        """
         if not evidence.answers:
             return Verdict.LATER  # whether another container has this answer as well is not known
         if _has_answered(given.provision, evidence.elsewhere):
-            return Verdict.WRONG  # two containers would share what is one container's own
+            return Verdict.WRONG  # two containers would share the directory of one
         for other, each in self.given.items():
             if other != token and each.decided_for == evidence.key:
                 # The holder of that one keeps it as its own, so its share must be equal as well.
@@ -166,7 +170,7 @@ class Answers:
 
     def note_wrong_answer(self, token: str, key: Key) -> Given | None:
         """Note that the answer of ``token`` is not for its holder ``key``; the container it was
-        meant for may still wait for one.
+        meant for may still wait for one. Return the answer; None if it is not known.
         """
         given = self.given.pop(token, None)
         self._has_ids(key)
@@ -180,8 +184,9 @@ class Answers:
         return given
 
     def learn(self, holders: Iterable[Key], grants: Iterable[Grant]) -> None:
-        """Learn the holders of ids from the kubelet's records: they have their answers, and
-        containers mistaken for them do not.
+        """Learn the holders of ids from the kubelet's records: they have their answers. The
+        containers that Allocate took for the holders of ``grants`` (`Grant.decided_for`), and that
+        are not, have none.
         """
         holding = set(holders)
         for grant in grants:
@@ -196,7 +201,7 @@ class Answers:
         self.answered |= holding
 
     def keep_only(self, uids: Collection[str]) -> None:
-        """Forget containers of pods that are gone;
+        """Forget containers of other pods than ``uids``, those that are not gone;
         an answer that another container may have is kept as long as its ids are.
         """
         self.answered = {key for key in self.answered if key[0] in uids}

@@ -62,7 +62,7 @@ class WrongPodError(RequestRefusedError):
 
 
 class _Guess(NamedTuple):
-    """The candidate to decide for; ``alone`` when no other container fits."""
+    """The container to decide for, and its pod; ``alone`` when no other container fits."""
 
     candidate: Candidate
     alone: bool
@@ -117,6 +117,7 @@ class EarlyBinding:
                 f"cannot get valid pod: no pending pod on node {self._context.node} has a "
                 f"container that waits for {len(ids)} of {offered.name}; see /debug/pods"
             )
+        # `candidate.key`: the UID of the pod, and the name of the container
         candidate, token = guess.candidate, grant_token(offered.name, ids)
         decision = self._decide_for(offered, candidate, ids, family)
         if isinstance(decision, AgentError):
@@ -147,7 +148,7 @@ class EarlyBinding:
                 )
             except (CapacityError, UnhealthyDeviceError):
                 # A refusal here would be final; at the start it is not, and by then a pod that is
-                # ending may have made room.
+                # ending may have made room. So only the ids are booked now.
                 grant = self._ledger.reserve(
                     offered.name, ids, shares=(), decided_for=candidate.key
                 )
@@ -179,6 +180,7 @@ class EarlyBinding:
         """
         pods, now = self._context.pods, asyncio.get_running_loop().time
         until = now() + ALLOCATE_WAIT_SECONDS
+        # a pod that asks for more ids than there are is never admitted
         existing = {offer.name: len(offer.ids) for offer in self._ledger.resources}
         while True:
             version = pods.revision.version
@@ -338,11 +340,13 @@ class EarlyBinding:
         kubelet keeps, and a text about the container that has exchanged its answer with this one,
         if any.
         """
-        # Without the checkpoint only this container is known to have the ids.
+        # This container and those before it with the same ids. Without the checkpoint only this one
+        # is known to have them.
         names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
         expected = {name: self._provision(start, name, shares) for name in names}
         if self._context.settings.pod_variables != "allow":
             _refuse_own_variables(start, expected)
+        # the keys of the answers that the kubelet keeps: UID of the pod, container, resource
         own = {(start.owner.pod_uid, name, start.offered.name) for name in expected}
         answers = {
             key[1]: answer for key, answer in start.kubelet_evidence.answers.items() if key in own
@@ -434,6 +438,7 @@ class EarlyBinding:
                 self._book_ahead(start, each.name)
 
     def _book_ahead(self, start: Start, container: str) -> None:
+        """Book the shares of a later container of the pod, whose ids are booked already."""
         key, owner = (
             (start.owner.pod_uid, container),
             msgspec.structs.replace(start.owner, container=container),
@@ -463,6 +468,7 @@ class EarlyBinding:
     def _refute(self, start: Start) -> NoReturn:
         """Refuse the start for good, because the answer is another container's."""
         self.wrong_guesses += 1
+        # the ids stay with the container, without shares
         self._ledger.decide(
             start.offered.name,
             start.ids,
@@ -513,6 +519,7 @@ class EarlyBinding:
             for holding in records.holdings
             if holding.owner.pod_uid
         )
+        # the holders have their answers, and containers mistaken for them do not
         self._answers.learn(holders, self._ledger.grants)
         if self._context.pods.synced.is_set():
             self._answers.keep_only({pod.kubelet_uid for pod in self._context.pods.pods})

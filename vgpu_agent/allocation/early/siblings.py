@@ -1,6 +1,7 @@
-"""Choose between the containers that an Allocate may be for, by the other Allocate calls.
+"""Choose between the containers that an Allocate may be for (the *candidates*), by the Allocate
+calls for other resources.
 
-The container asks for several resources, and the kubelet calls Allocate for each. A wrong choice
+A container may ask for several resources, and the kubelet calls Allocate for each. A wrong choice
 is corrected or refused at PreStartContainer, before the container starts.
 """
 
@@ -19,14 +20,15 @@ class Siblings:
     resources are only there for schedulers to count: their ids are neither booked nor answered
     (`Decider.NOBODY`).
 
-    The kubelet allocates a container's resources one after the other, in any order. A call since
-    the last decision belongs to the container of that decision, or to the present one.
+    The kubelet allocates a container's resources one after the other, in any order. A *decision* is
+    the choice of a container for a call whose ids are booked. A call since the last decision
+    belongs to the container of that decision, or to the present one: the one to be chosen next.
 
     State: the calls since the last decision, and the resources that its container still lacked.
     """
 
     def __init__(self) -> None:
-        self._since: list[tuple[str, int]] = []
+        self._since: list[tuple[str, int]] = []  # the calls: (resource, number of ids)
         self._still_lacking: dict[str, int] = {}  # resource → number of ids
 
     def note_allocated(self, resource: str, count: int) -> None:
@@ -36,7 +38,8 @@ class Siblings:
     def note_decision(self, limits: Mapping[str, int], counted: Collection[str]) -> None:
         """Note the decision for a container with these limits.
 
-        Calls for those of its ``counted`` resources that were not allocated yet may follow.
+        ``counted`` has the names of all counted resources. Calls for those of them that the
+        container asks for and that were not allocated yet may follow.
         """
         own = self._of_present_container()
         self._still_lacking = {
@@ -67,7 +70,9 @@ class Siblings:
 
 
 def likeliest(found: list[Candidate], siblings: Siblings) -> Candidate | None:
-    """Return the first candidate that fits the calls, else the first one; None without any."""
+    """Return the first candidate that fits the calls, else the first one; None without any.
+    ``found`` has the likeliest one first, as far as it is known without these calls.
+    """
     return next(
         (candidate for candidate in found if siblings.fits(candidate)), found[0] if found else None
     )

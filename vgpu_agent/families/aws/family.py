@@ -60,8 +60,9 @@ class AwsOptions(msgspec.Struct, frozen=True):
         vgpus: how many containers share a GPU.
         mps: the way in which containers join MPS, a key of `_JOINING`.
         lists: how containers get their devices.
-        paths: the directories that containers share with a daemon of ours; its pipe is in
-            `isolation.mps.DEFAULT_PIPE_DIRECTORY`, where pods written for AWS's plugin expect it.
+        paths: the directories that containers share with a daemon of ours, an MPS control daemon
+            that the agent runs; its pipe is in `isolation.mps.DEFAULT_PIPE_DIRECTORY`, where pods
+            written for AWS's plugin expect it.
     """
 
     resource: str = RESOURCE
@@ -77,10 +78,11 @@ class AwsOptions(msgspec.Struct, frozen=True):
         cls, settings: Settings, *, lists: ListOptions, mps_view: MpsView = IN_CONTAINER
     ) -> AwsOptions:
         """Return the options that the configuration asks for; ``mps_view`` is where the agent sees
-        the files that MPS control daemons share with containers.
+        the files that MPS control daemons share with containers, by default where the agent's own
+        container has ``mps.root`` mounted.
         """
         aws, mps_settings = settings.section(Aws), settings.mps
-        # pods written for AWS's plugin mount them from there (aws §II.3); empty: below the root
+        # pods written for AWS's plugin mount pipes from there (aws §II.3); empty: below mps.root
         pipes = "" if mps_view.simulated else mps.DEFAULT_PIPE_DIRECTORY
         paths = MpsOptions(
             mps_settings.root,
@@ -178,7 +180,7 @@ class AwsFamily:
             device_of,
             totals=totals,
             links=inventory.links,
-            ranks=neighbours.ranks({gpu: gpu for gpu in totals}),
+            ranks=neighbours.ranks({gpu: gpu for gpu in totals}),  # each device is a GPU itself
         )
         try:
             return choose(ONE_GPU, request)
@@ -205,14 +207,14 @@ class AwsFamily:
                 f"GPU {gpu.index} ({gpu.uuid}) is part of the processor and has no UUID to name it "
                 "by; offer it by families.nvidia"
             )
-        # aws W4: upstream offers it, and the container finds nothing that works
+        # aws W4: AWS's plugin offers it, and the container finds nothing that works
         if gpu.mig_enabled:
             off = f"nvidia-smi -i {gpu.index} -mig 0"
             return (
                 f"GPU {gpu.index} ({gpu.uuid}) is in MIG mode, so its virtual GPUs would not work; "
                 f"it is left out until MIG is off ({off})"
             )
-        if not (0, 0) < gpu.compute_capability < VOLTA:
+        if not (0, 0) < gpu.compute_capability < VOLTA:  # (0, 0): not known
             return ""
         capability = ".".join(map(str, gpu.compute_capability))
         old = (
@@ -233,6 +235,7 @@ class AwsFamily:
         return ""
 
     def _part(self, uuid: str, count: int, inventory: Inventory) -> Share:
+        """Return what a container with ``count`` ids of a GPU gets of it."""
         gpu, replicas = inventory.gpu(uuid), self._options.vgpus
         # Without limits of its own a container has those of the daemon, which are for one share.
         shares = count if self._options.paths.per_container_limits else 1
@@ -251,7 +254,7 @@ def _devices(ids: Iterable[str]) -> list[str]:
 def _join_none(
     resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions
 ) -> Edits:
-    """Add nothing, like upstream: the pod sets up MPS itself."""
+    """Add nothing, like AWS's plugin: the pod sets up MPS itself."""
     del resource, devices, inventory, paths
     return Edits()
 
@@ -275,6 +278,7 @@ _SHARING: Mapping[str, SharingMode] = {
     "host": SharingMode.MPS_OF_HOST,
     "supervised": SharingMode.MPS,  # the agent runs the MPS control daemon
 }
+# ``aws.mps`` → the edits with which a container joins MPS; the UUIDs are those behind its ids
 _JOINING: Mapping[str, Callable[[Resource, Sequence[str], Inventory, MpsOptions], Edits]] = {
     "none": _join_none,
     "host": _join_host,

@@ -1,4 +1,6 @@
-"""The settings of the family `aws`: its section, its flag, its rules. Counts: aws §II.1."""
+"""The settings of the family `aws`: its section, its flag, its rules. The default and the largest
+number of containers that share a GPU are those of the replaced plugin (aws §II.1).
+"""
 
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec
 # evaluates twice at each start.

@@ -55,7 +55,7 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> tuple[str, int]:
-        """The kind that makes two MIG instances alike; all whole GPUs are alike."""
+        """Profile and memory, which make two MIG instances alike; all whole GPUs are alike."""
         return (self.instance.profile, self.instance.memory_mib) if self.instance else ("", 0)
 
     @property
@@ -69,8 +69,8 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct):
-    """The devices of each resource, in node order; the reason why a name has none, one sentence;
-    and oddities, a sentence each.
+    """The devices of each resource, in the order of the node's GPUs; resources without devices,
+    each with a sentence that says why; and what is odd with the rest, a sentence each.
     """
 
     devices: dict[str, list[Device]] = msgspec.field(default_factory=dict)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory, Resource
     from vgpu_agent.placement.mixing import Neighbours
 
+# the names of another family in the same domain
 _OF_VGPU_MANAGER = frozenset(f"{DOMAIN}vgpu-{what}" for what in ("number", "cores", "memory"))
 # under WSL one id stands for all GPUs
 _EVERY = {EVERY_GPU: VisibleDevice(uuid=EVERY_GPU, index=EVERY_GPU, nodes=(WSL_NODE,))}
@@ -62,7 +63,8 @@ class NvidiaFamily:
         """Own names in NVIDIA's domain: one that is not offered today may have been before a rename
         or a change of MIG.
 
-        `shares` decides on the ids, because another plugin may offer something in the same domain.
+        A name in the domain that is not one of NVIDIA's own is only `Ownership.POSSIBLE`: `shares`
+        decides on its ids, because another plugin may offer something in the same domain.
         Names of vgpu-manager are left to it: its ids look like replicas (vgpu-manager §2.1).
         """
         if not resource.startswith(DOMAIN) or resource in _OF_VGPU_MANAGER:
@@ -95,6 +97,7 @@ class NvidiaFamily:
                 f"{len(ids)} (sharing.{setting}.failRequestsGreaterThanOne; ask for 1 of "
                 f"{resource.name})"
             )
+        # `automatic`: the resources whose ids are units of memory
         if resource.name in self._options.automatic and len(devices := devices_behind(ids)) > 1:
             raise RequestRefusedError(
                 f"invalid request: {len(ids)} of {resource.name} are not free on one device, and "
@@ -110,8 +113,8 @@ class NvidiaFamily:
         Ids of earlier settings are read as well; those of other plugins are left out.
         """
         offered = self._offers(inventory).resource(resource)
-        counts = collections.Counter(one_by_one(ids))
-        behind = devices_behind(ids)
+        counts = collections.Counter(one_by_one(ids))  # UUID of a device → the number of its ids
+        behind = devices_behind(ids)  # UUID → whether one of its ids is the whole device
         # without WSL the id `EVERY_GPU` is one of another plugin
         if (any_whole := behind.pop(EVERY_GPU, None)) is not None and self._options.wsl:
             behind |= {gpu.uuid: any_whole for gpu in inventory.gpus}
@@ -136,6 +139,15 @@ class NvidiaFamily:
         another family last).
 
         A policy for replicas that the operator has set counts before the ranks.
+
+        Args:
+            resource: the resource of the ids.
+            available: the ids to choose from.
+            required: the ids that must be among the chosen ones.
+            size: the number of ids to choose.
+            inventory: the node's GPUs.
+            neighbours: the GPUs by the families that use them; `ALONE` if no other family shares
+                them, so that all have one rank.
         """
         known = {entry.id: (place, entry.device) for place, entry in enumerate(resource.ids)}
         usable = sorted((id_ for id_ in available if id_ in known), key=lambda id_: known[id_][0])
@@ -149,6 +161,7 @@ class NvidiaFamily:
             # Whole MIG instances: the policies packed and distributed then apply to their GPUs,
             # because a GPU without a holder can serve another family.
             device_of = {id_: gpu_of.get(device, device) for id_, device in device_of.items()}
+        # `totals`: the number of ids of each device, free or not
         totals, policy = collections.Counter(device_of.values()), self._policy(resource)
         as_set = self._options.policy_is_set and policy == self._options.policy
         ranks = (
@@ -170,8 +183,9 @@ class NvidiaFamily:
         )
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """Return the edits that name the devices, by the list strategies; with MPS also those for a
-        client of its daemon. `answer_id` keeps apart the annotations of a container's resources.
+        """Return the edits that name the devices, by the strategies of plugin.deviceListStrategy;
+        with MPS also those for a client of its daemon. `answer_id` keeps apart the annotations of a
+        container's resources.
         """
         found = [
             device
@@ -216,8 +230,9 @@ class NvidiaFamily:
         if offered is None or offered.sharing is not SharingMode.MPS:
             return Share(uuid)
         mps, replicas = self._options.mps, offered.holders_of(uuid)
-        # Without limits of its own a container has those of the daemon, which are for one replica,
-        # of the GPU with the most of them. With `limits_in_containers` the daemon allows all of it.
+        # Without limits of its own (`per_container_limits`, for as many replicas as it has) a
+        # container has those of the daemon, which are for one replica, of the GPU with the most of
+        # them. With `limits_in_containers` the daemon allows all of the GPU.
         return Share(
             uuid,
             memory_mib=memory_share_mib(
@@ -230,6 +245,7 @@ class NvidiaFamily:
 
 
 def _by_index(device: VisibleDevice) -> tuple[int | str, ...]:
+    """A key to sort by: the number of the GPU and, for a MIG instance (``0:1``), its own."""
     return tuple(map(int, device.index.split(":"))) if device.uuid != EVERY_GPU else ()
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TIMESTAMP = f"{DOMAIN}gfd.timestamp"
 MIG_NONE, MIG_SINGLE, MIG_MIXED = "none", "single", "mixed"
 
-# The labels without those of MIG profiles, which have names of their own.
+# All labels that `feature_labels` may return, without those that begin with a MIG profile.
 NAMES = tuple(
     f"{DOMAIN}{name}"
     for name in (
@@ -62,7 +62,8 @@ NAMES = tuple(
 
 _DISALLOWED = re.compile(r"[^a-zA-Z0-9_. -]")
 _LONGEST_VALUE = 63
-_FAMILIES = {  # compute capability, lowest first: nvidia §12
+# lowest compute capability → GFD's word for the architecture, which it calls family: nvidia §12
+_FAMILIES = {
     (1, 0): "tesla",
     (2, 0): "fermi",
     (3, 0): "kepler",
@@ -123,8 +124,9 @@ class _Offer:
         }
 
     def labels(self, devices: Iterable[str], name: str) -> dict[str, str]:
-        """Return replicas and strategy of the devices; the first one that is offered counts.
-        ``name`` is the resource's name without renaming.
+        """Return replicas and strategy of the devices, and the suffix of their product's name;
+        the first one that is offered counts. ``name`` is the resource's name without renaming: the
+        suffix tells shared devices from others only where the resource's name does not.
         """
         for device in devices:
             if (resource := self._of_device.get(device)) is not None:
@@ -220,6 +222,7 @@ def _driver(version: str) -> Iterator[tuple[str, str]]:
         return
     major, minor, revision = (*version.split("."), "", "")[:3]
     yield "cuda.driver-version.full", _value(version)
+    # ``former``: the end of the label's deprecated name
     for name, former, part in (
         ("major", "major", major),
         ("minor", "minor", minor),

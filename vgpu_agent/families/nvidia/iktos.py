@@ -1,4 +1,5 @@
-"""The replicas of k8s-gpu-sharing-plugin (iktos): ``gpu:sharedgpu:4,mig-1g.5gb:slice:2``.
+"""The replicas of k8s-gpu-sharing-plugin, iktos's fork of NVIDIA's plugin:
+``gpu:sharedgpu:4,mig-1g.5gb:slice:2``.
 
 `settings` calls `problems` before the text is accepted as ``iktos.resourceConfig``, and the family
 calls `entries` with the accepted text. Syntax: iktos §I.2. The replaced plugin accepts unusable
@@ -47,6 +48,7 @@ def entries(text: str) -> tuple[IktosEntry, ...]:
 
 def problems(text: str) -> Iterator[str]:
     """A sentence for each thing that is wrong, with its entry and what to write instead."""
+    # resource → the first entry that divides it; offered name → the first entry with that name
     originals: dict[str, str] = {}
     names: dict[str, str] = {}
     for word, found in _read(text):

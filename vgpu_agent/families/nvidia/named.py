@@ -3,7 +3,7 @@ makes it: the section ``namedConfig``.
 
 The configurations are the keys of a ConfigMap, mounted as a directory. A label of the Node names
 one of them (nvidia §13). `agent` follows label and directory, and asks `choose` whenever one of
-them may have changed.
+them may have changed. A key is thus the name of a file in the directory.
 """
 
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec
@@ -20,7 +20,7 @@ from vgpu_agent.config.problems import shown
 from vgpu_agent.config.types import OptionalPath
 
 DEFAULT_KEY = "default"  # the key that the fallback strategy `named` looks for
-_KEYS_SHOWN = 10
+_KEYS_SHOWN = 10  # in a message, at most
 
 # Kubernetes: an optional DNS prefix and a slash, then up to 63 characters.
 _LABEL = (
@@ -66,11 +66,11 @@ class NamedConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
 def choose(named: NamedConfig, label_value: str, keys: Collection[str]) -> Choice:
     """Choose the configuration for a node with ``label_value`` (empty:
-    no label) where ``keys`` exist; nvidia §13.
+    no label) where the configurations ``keys`` exist; nvidia §13.
 
-    A label that names no configuration chooses nothing: NVIDIA's ends with an error, and its README
-    says that the label is skipped. Neither is right for a node that serves pods, so it is a visible
-    problem.
+    A label that names no configuration chooses nothing: NVIDIA's config-manager ends with an error,
+    and its README says that the label is skipped. Neither is right for a node that serves pods, so
+    it is a visible problem.
     """
     if label_value:
         if label_value in keys:
@@ -114,6 +114,7 @@ def _empty(_keys: Collection[str]) -> str | None:
     return ""  # no configuration, which is a valid choice
 
 
+# strategy → the keys → the chosen one; None where the strategy does not apply
 _STRATEGIES: dict[str, Callable[[Collection[str]], str | None]] = {
     "named": _named,
     "single": _single,
@@ -122,6 +123,9 @@ _STRATEGIES: dict[str, Callable[[Collection[str]], str | None]] = {
 
 
 def _missing(named: NamedConfig, who: str, name: str, keys: Collection[str], remedy: str) -> str:
+    """Return the sentence that ``who``, a label or a setting, names a configuration that is not
+    there.
+    """
     return (
         f"{who} names the configuration {shown(name)}, but {named.directory} has {_listed(keys)}; "
         f"add it to the ConfigMap or {remedy}"

@@ -72,13 +72,14 @@ class _Plan:
         self._options = options
         self._named = named
         self._refused = dict(named.refused)  # resource → why it is withheld
-        self._cautions = list(named.cautions)
-        self._parts: dict[str, list[_Part]] = {}
+        self._cautions = list(named.cautions)  # what is odd with the offered ones, in sentences
+        self._parts: dict[str, list[_Part]] = {}  # resource → its devices
         self._taken: dict[str, str] = {}  # UUID → resource of the first entry that names it
 
     def share(self, entry: SharedEntry) -> None:
-        """Offer the devices of the entry with its replicas."""
-        name = entry.published  # under which the replicas are offered
+        """Offer the devices that the entry selects, each as often as the entry says."""
+        # the resource of the replicas; `entry.name` is that of the devices without sharing
+        name = entry.published
         if reason := self._named.refused.get(entry.name):
             if entry.devices == ALL:
                 self._refused.pop(entry.name, None)  # it would not be offered under this name
@@ -151,8 +152,8 @@ class _Plan:
 
 
 def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device], list[str]]:
-    """Return the devices that an entry selects, in node order, and the indices and UUIDs in it
-    that match none (or its number, where there are fewer devices).
+    """Return the devices that an entry selects, in the order of ``devices``, and the indices and
+    UUIDs in it that match none (or its number, where there are fewer devices).
     """
     if entry.devices == ALL:
         return list(devices), []
@@ -211,10 +212,12 @@ def _resource(name: str, members: Iterable[_Part], options: NvidiaOptions) -> Re
         name,
         FAMILY,
         _ids(parts, options),
+        # how many ids of one device may be held at once; `holders`: of each device, if they differ
         holders_per_device=most,
         holders={} if len(set(counts)) < 2 else {part.device.uuid: part.replicas for part in parts},
         sharing=options.sharing if shared else SharingMode.NONE,
-        # named where there are too many ids; `automatic`: resources whose ids are units of memory
+        # for the error when there are too many ids; `automatic`: the resources whose ids are units
+        # of memory
         ids_setting="iktos.resourceConfig" if name in options.automatic else "",
     )
 

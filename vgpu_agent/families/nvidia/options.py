@@ -53,8 +53,8 @@ class SharedEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the resource before sharing.
-        replicas: how often each device is offered; 1 leaves it whole, `AUTOMATIC` counts its
-            memory.
+        replicas: how often each device is offered; 1 leaves it whole, and with `AUTOMATIC` it is
+            offered once for each unit of its memory.
         published: the name under which the replicas are offered.
         devices: `ALL`, the number of devices (the first ones), or indices (``0``, ``1:0``) and
             UUIDs.
@@ -70,7 +70,7 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
     """The settings by which this node offers its GPUs.
 
     Attributes:
-        mig_strategy: a name in `devices.MIG_STRATEGIES`.
+        mig_strategy: ``none``, ``single`` or ``mixed`` (`devices.MIG_STRATEGIES`).
         gpu_patterns: other names for whole GPUs; the first that matches counts.
         mig_patterns: the same for instances, by profile.
         sharing: how the holders of a device that is offered several times share it.
@@ -80,10 +80,11 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
         suffix_always: the only replica of a device has a number, too.
         fail_requests_greater_than_one: a container may take one replica only, since more replicas
             are not more of the GPU.
-        policy: ``distributed`` or ``packed``.
+        policy: ``distributed`` takes the device with the fewest held replicas, ``packed`` the one
+            with the most.
         policy_is_set: the operator has chosen it, so that it counts before what other families on
             the node need.
-        unit_mib: memory that an automatic replica stands for.
+        unit_mib: MiB of memory that one replica stands for where their number is `AUTOMATIC`.
         wsl: the node is a Windows Subsystem for Linux, whose containers get all GPUs or none.
         lists: how containers get their devices.
         mps: the directories that containers share with their MPS daemon, and where its limits are
@@ -166,12 +167,13 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
             mps=MpsOptions(
                 root=settings.mps.root,
                 per_container_limits=settings.mps.per_container_limits,
-                # no container has more than one replica, so that is the daemon's limit
+                # no container has more than one replica, so the daemon limits each client to one
                 single=sharing.mps.fail_requests_greater_than_one,
                 view=mps_view,
             ),
         )
         iktos_settings = settings.section(Iktos)
+        # with the resource before sharing (`original`) and the name that is offered (`new`)
         entries = iktos.entries(iktos_settings.resource_config)
         if not entries:
             return options
@@ -188,4 +190,5 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
         )
 
 
+# iktos's setting for the size of an automatic replica → MiB
 _UNITS_MIB = {"gib": 1024, "mib1000": 1000}

@@ -8,7 +8,8 @@ both schemas.
 
 NVIDIA's plugin silently ignores a key that is unknown or in the wrong section. The agent warns, and
 names the right place (nvidia D10). NVIDIA's plugin also parses some keys without using them
-(``resources``, ``rename``, ``devices``, one replica). The agent applies these.
+(``resources``, ``rename``, ``devices``), and refuses ``replicas: 1``. The agent applies all of
+these.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class _Translator:
     """The translator of one document. State: the part of the result that is complete."""
 
     def __init__(self, prefix: str, faults: list[yaml.Fault]) -> None:
-        self._prefix = prefix
+        self._prefix = prefix  # what stands before a key's path in messages
         self._members: dict[str, yaml.Node] = {}
         self._keys: dict[str, str] = {}  # the agent's path → NVIDIA's, for messages
         self._faults = faults
@@ -124,6 +125,7 @@ class _Translator:
     def translate(self, root: yaml.Node) -> Translation:
         """Translate the whole document."""
         if root.value is not None and not isinstance(root.value, dict):
+            # behind ``nvidiaConfig: |``, the whole section is one text
             block = (
                 f"; remove the text after {SECTION}:"
                 if self._prefix and isinstance(root.value, str)

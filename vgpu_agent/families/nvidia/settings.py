@@ -1,5 +1,5 @@
-"""The settings of the family `nvidia`: the sections ``resources``, ``sharing``, ``iktos`` and
-``namedConfig``, their flags and their rules.
+"""The settings of the family `nvidia`: the sections ``resources``, ``sharing``, ``iktos`` (replicas
+as k8s-gpu-sharing-plugin of iktos configures them) and ``namedConfig``, their flags and rules.
 
 Defaults and meaning: nvidia §2 and §3, iktos §I.2. What NVIDIA's plugin parses and then drops
 (renames, patterns, `devices`) is honoured here.
@@ -75,8 +75,8 @@ Devices = (
 def shared_twice(
     entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]
 ) -> Contradicted | None:
-    """Find the entry before ``entry`` that shares the same devices. Two entries may have the same
-    resource only if both list their devices.
+    """Find the one of the ``earlier`` entries that shares a device of ``entry``, too. Two entries
+    may have the same resource only if both list their devices.
     """
     for index, other in enumerate(earlier):
         if "name" not in entry or other.get("name") != entry["name"]:
@@ -309,6 +309,8 @@ def offered_names(settings: Settings) -> Iterator[OfferedName]:
     if strategy != "none":
         names.update(pattern.name for pattern in settings.section(Resources).mig)
     mixed = strategy == "mixed"
+    # names under which nothing is left, since all of their devices are offered under a new one; and
+    # the names of shared devices
     renamed, published = set[str](), set[str]()
     for name, new, everything in _shared(settings):
         if name in names or (mixed and name.startswith(MIG_PREFIX)):
@@ -402,6 +404,7 @@ def _daemons(settings: Settings) -> bool:
 
 
 def _named_documents(settings: Settings) -> NamedDocuments:
+    """Return the configuration files of which a label of the Node chooses one."""
     named = settings.section(NamedConfig)
     return NamedDocuments(named.directory, named.label, functools.partial(choose, named))
 
@@ -416,7 +419,7 @@ SETTINGS = FamilySettings(
         "iktos": Iktos,
         "named_config": NamedConfig,
     },
-    # a running agent follows changes of these
+    # the beginnings of the settings whose changes a running agent follows
     live_paths=("resources.", "sharing.", "iktos."),
     options=(
         # Variables without a flag, as NVIDIA's config-manager names them.

@@ -2,8 +2,8 @@
 §4.2).
 
 ``init[0_GPU-…_100_24576];train[0_GPU-…_50_8192,1_GPU-…_50_8192]``: containers separated by ``;``,
-the claims of each by ``,``, and a claim is index, UUID, percent of compute and MiB of memory. That
-is vgpu-manager's word. It does not mean the claims of the ledger.
+the claims of each by ``,``, and a claim is index, UUID, percent of compute and MiB of memory.
+*Claim* is vgpu-manager's word here. It does not mean the claims of the ledger.
 
 A text is read when a container's share is decided, and written once the container has started. Any
 user who may edit the pod can write it, so this module checks only its form. `decisions` checks the
@@ -28,12 +28,12 @@ MAX_CARDS = 16
 # More than any pod has; the API server accepts 256 KiB of annotations.
 _MAX_ENTRIES = 4096
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}", re.ASCII)
-_SHOWN = 80
+_SHOWN = 80  # characters of an entry in an error
 
 
 class ClaimsTextError(AgentError):
-    """The text is not in the form of the contract;
-    the message is the end of a sentence that names pod and key.
+    """The text is not in the form that this module describes;
+    the message is the end of a sentence that names the pod and the annotation.
     """
 
 

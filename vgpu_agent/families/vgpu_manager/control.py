@@ -22,7 +22,7 @@ class NoControl:
     """The backend `none`: nothing limits what a container uses."""
 
     name = "none"
-    services = NO_SERVICES  # of the agent, for a library
+    services = NO_SERVICES  # no directory in which the running agent serves a library
 
     def provision(self, target: ControlTarget) -> Provision:
         """Return no edits and no files."""
@@ -38,10 +38,11 @@ def is_limited(settings: Settings) -> bool:
 LIBRARY_USE = LibraryUse(
     VGPU_CONTROL.name,
     is_limited,
+    # what else can be done on a node without the library, as the end of a sentence
     "or set vgpuManager.isolation to none, which shares without any limit",
 )
 
-# a pattern of the variables by which a pod could evade its limits
+# a regular expression of the environment variables by which a pod could evade its limits
 DECISIVE_VARIABLES = "|".join(sorted(DECISIVE))
 
 
@@ -58,6 +59,7 @@ def control_backend(
         # how the library tells the container's processes from others
         processes=control.processes,
         cgroup_version=facts.cgroup_version,
+        # the driver's kernel modules are the open ones, which the library has to know
         open_kernel_modules=options.open_kernel_modules,
         disable_variable=control.disable_variable,  # which pods may switch their limit off
         sm_watcher=options.sm_watcher,  # the agent measures compute for all containers
@@ -71,11 +73,12 @@ def library_limits(settings: Settings, options: VgpuManagerOptions) -> LibraryLi
     return LibraryLimits(
         missing="" if is_limited(settings) else "vgpuManager.isolation is none",
         backend=VGPU_CONTROL.name,
-        memory_scaling=options.memory_scaling,
+        memory_scaling=options.memory_scaling,  # how many times a GPU's memory is offered
     )
 
 
 def why_blocked(settings: Settings, facts: NodeFacts) -> str:
     """Explain why pods must not be started now; empty when they can be."""
+    # its `path` is empty where none is installed, and `trouble` says why
     library = facts.library(VGPU_CONTROL.name)
     return library.trouble if is_limited(settings) and not library.path else ""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
+# The annotation may come from a pod template that was copied from a scheduled pod.
 _COPIED = f"{_REMEDY}, without this annotation in its template"
 
 
@@ -64,6 +65,7 @@ def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerC
         raise refused(pod, keys.pre_allocated, text, str(err)) from err
     if claim is None:
         return None
+    # the factor: MiB in one unit of the memory resource
     request = read_request(pod, container, keys, options.memory_factor)
     if problem := _problem(question, claim, request, options):
         raise refused(pod, keys.pre_allocated, text, problem)
@@ -74,6 +76,7 @@ def disagreement(claim: ContainerClaim, question: Question) -> str:
     """Explain, as the end of a sentence, which indices of a claim do not belong to its UUIDs; empty
     when all do. The UUIDs count.
     """
+    # indices that cards keep when another one is lost
     numbers = {gpu.uuid: number for number, gpu in question.inventory.numbered.items()}
     wrong = [
         f"{card.index} for {card.uuid}, which is {numbers[card.uuid]}"

@@ -85,7 +85,8 @@ class VgpuManagerFamily:
         return Ownership.CERTAIN if resource in names else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """Return what the node offers, see `resources_of`.
+        """Return what the node offers: ``vgpu-number``, and where they are switched on,
+        ``vgpu-cores`` and ``vgpu-memory``, which only schedulers and quotas count.
 
         Raises:
             OfferError: a list would not fit into a message of the kubelet.
@@ -158,7 +159,9 @@ class VgpuManagerFamily:
         return named
 
     def recall(self, question: Question) -> Decision | None:
-        """Return the claim in the pod's annotations, as `decide` would read it."""
+        """Return the claim in the pod's annotations, as `decide` would read it, for a container
+        that runs already; None where there is none that can be followed.
+        """
         try:
             claim = claimed_cards(question, self._options)
         except RequestRefusedError:
@@ -175,8 +178,9 @@ class VgpuManagerFamily:
     # -- enforcement -------------------------------------------------------------------------------
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Return the edits that give the container its GPUs, by the configured list strategies,
-        together with the additions of the isolation backend (vgpu-manager §7.3, §7.4).
+        """Return the edits that give the container its GPUs, in the ways that the operator has
+        chosen (NVIDIA's device list strategies), together with the additions of the isolation
+        backend (vgpu-manager §7.3, §7.4).
 
         Raises:
             UnhealthyDeviceError: a GPU of the decision is gone.
@@ -207,6 +211,7 @@ class VgpuManagerFamily:
                 )
                 for gpu, share in held
             ),
+            # how strictly compute is limited
             policy=compute_policy(pod, question.node_annotations, options.keys),
             memory_ratio=options.memory_scaling,
             # variables by which a container asks for more memory than the card has, and to run
@@ -225,7 +230,9 @@ class VgpuManagerFamily:
     # -- state in the cluster ----------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
-        """Return the state after a start or a failure, see `pod_state`."""
+        """Return the annotations and labels of a pod whose containers have started, or that will
+        never start here (``failed``), for vgpu-manager's schedulers and monitors.
+        """
         keys = self._options.keys
         ours = {
             container: grant
@@ -235,12 +242,12 @@ class VgpuManagerFamily:
         return pod_state.desired_pod(pod, ours, keys, indices=self._indices, failed=failed)
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """Return the Node's annotations and labels, see `node_state`."""
+        """Return the Node's annotations and labels, from which schedulers know the cards."""
         return node_state.desired_node(view, self._options)
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Return the Node without the annotations by which schedulers send pods, see
-        `node_state`.
+        """Return the Node, which the agent leaves for good, without the annotations by which
+        schedulers send pods.
         """
         del now
         return node_state.cleanup(self._options)

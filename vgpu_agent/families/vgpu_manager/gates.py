@@ -1,9 +1,9 @@
 """The feature gates of vgpu-manager: ``Gate=true,Other=false``, by their names and by those that
 they had before v1.0.0 (vgpu-manager §1.7).
 
-The replaced programs have two sets of gates, and each program refuses the gates of the other. Here
-all are accepted. Those of the device plugin count, and a message says that the others have no
-effect.
+The replaced programs have two sets of gates: one for the DRA driver, one for all other programs.
+Each program refuses the gates of the other set. Here all are accepted. Those of the device plugin
+have their effect, and a message says that the others have none.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ _WITHOUT_EFFECT = {
         _OF_DRA,
     ),
 }
+# Name before v1.0.0 → name of the same gate since.
 _FORMER = {
     "CorePlugin": "GPUCoreResourcePlugin",
     "MemoryPlugin": "GPUMemoryResourcePlugin",
@@ -79,14 +80,17 @@ class Gates(msgspec.Struct, frozen=True):
     Attributes:
         offer_cores: GPUCoreResourcePlugin; the cards' compute is a resource, for quotas.
         offer_memory: GPUMemoryResourcePlugin; the same for their memory.
-        reschedule: AllocationFailureReschedule; failed pods are evicted or recreated.
-        topology: TopologyAwareGPUAllocation; the Node shows the links between its GPUs.
-        sm_watcher: SharedSMUtilizationWatcher; compute is measured once for all containers.
+        reschedule: AllocationFailureReschedule; pods whose allocation or start failed are evicted
+            or recreated.
+        topology: TopologyAwareGPUAllocation; an annotation of the Node shows the links between its
+            GPUs.
+        sm_watcher: SharedSMUtilizationWatcher; the agent measures the compute in use, once for all
+            containers.
         tracks_virtual_memory: VirtualMemoryTracking; containers count spilled memory: what was
             allocated for a card and lies in the host's memory.
         client_mode: DevicePluginClientMode; containers register their processes with the agent.
-        prefer_claimed: HonorPreAllocatedDeviceIDs; the kubelet is asked for ids of the GPUs that a
-            scheduler has chosen.
+        prefer_claimed: HonorPreAllocatedDeviceIDs; GetPreferredAllocation names the ids of the GPUs
+            that a scheduler has chosen.
         problems: one sentence for each entry that is not ``Gate=value``.
         without_effect: one sentence for each gate of another program, and for each entry that a
             later entry with the gate's other name overrides.
@@ -105,13 +109,13 @@ class Gates(msgspec.Struct, frozen=True):
 
 
 def read_gates(words: Sequence[str]) -> Gates:
-    """Read entries such as ``GPUCoreResourcePlugin=true``; the last entry of a gate counts. Never
-    raises.
+    """Read ``words``, entries such as ``GPUCoreResourcePlugin=true``; the last entry of a gate
+    counts. Never raises.
     """
-    values: dict[str, bool] = {}
-    counts: dict[str, str] = {}  # gate → its last word
+    values: dict[str, bool] = {}  # attribute of `Gates` → its value
+    counts: dict[str, str] = {}  # gate → its last entry
     problems: list[str] = []
-    idle: dict[str, str] = {}
+    idle: dict[str, str] = {}  # gate → the sentence that it, or an entry of it, has no effect
     for word in words:
         written, equals, value = (part.strip() for part in word.partition("="))
         name = _FORMER.get(written, written)

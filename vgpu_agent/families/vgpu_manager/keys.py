@@ -12,7 +12,8 @@ import msgspec
 
 DEFAULT_DOMAIN = "nvidia.com"
 
-# Keys that no domain replaces (vgpu-manager §1.2, §3, §4.1).
+# Keys that no domain replaces (vgpu-manager §1.2, §3, §4.1). The last one exempts a pod, or all
+# pods of a namespace, from the webhook.
 DRIVER_VERSION_LABEL = "nvidia.com/node-driver-version"
 CUDA_VERSION_LABEL = "nvidia.com/node-cuda-version"
 CUDA_MAJOR_LABEL = "nvidia.com/node-cuda-major"
@@ -118,8 +119,8 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def cross_pod(self) -> str:
-        """``true``: the links between the cards of all pods of a group count, not only of one pod;
-        only for schedulers.
+        """``true``: the links to the cards of the pod's peers (the other pods of its gang or of its
+        controller) count, too; only for schedulers.
         """
         return self._key("cross-pod-topology")
 
@@ -174,7 +175,10 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def phase(self) -> str:
-        """A label: ``filtering``, ``allocating``, ``succeed`` or ``failed``."""
+        """A label: how far the allocation is. ``filtering`` (the extender has chosen a node),
+        ``allocating`` (the pod is bound, or some containers have their shares), ``succeed`` (all
+        have) or ``failed``.
+        """
         return self._key("assigned-phase")
 
     @property
@@ -201,7 +205,9 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def state_annotations(self) -> tuple[str, ...]:
-        """The annotations of pods that schedulers and the agent write, the most important first."""
+        """The annotations of pods that schedulers and the agent write, the most important first:
+        of a pod with too much text the agent does not keep the last ones whole.
+        """
         return (self.pre_allocated, self.real_allocated, self.predicate_node, self.predicate_time)
 
     @property

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     _Row = tuple[tuple[str, ...], float]
     _Rows = Callable[[Readings], Iterable[_Row]]
-    _Held = tuple[Grant, int, Share]
+    _Held = tuple[Grant, int, Share]  # the number: the place of the share in its container
 
 _SERVICE = "vGPU"
+# the names of labels: of cards, of MIG instances, and of what containers have of both
 _CARD = ("node", "device_idx", "device_uuid", "device_type")
 _PHYSICAL = (*_CARD, "pci_bus_id", "minor_num", "mig_enabled", "capability", "numa_node")
 _INSTANCE = ("node", "device_idx", "device_uuid", "parent_uuid", "ci_id", "gi_id", "profile")
@@ -140,7 +141,9 @@ def _memory_scaling(readings: Readings) -> float:
 
 
 def _physical_bytes(readings: Readings, mib: int) -> float:
-    """Return, in bytes, the card's own memory behind ``mib`` of the memory that is offered."""
+    """Return, in bytes, the card's own memory behind ``mib`` of the memory that is offered. That is
+    less only where more is offered than the card has.
+    """
     return float(int(mib / max(1.0, _memory_scaling(readings)) * (1 << 20)))
 
 
@@ -165,6 +168,7 @@ def _of_node(value: Callable[[Readings, Gpu, list[Share]], float]) -> _Rows:
     each = _each_shared(value)
 
     def rows(readings: Readings) -> Iterator[_Row]:
+        # version 0: nothing has been read of the GPUs yet
         if readings.in_force and readings.inventory.version:
             yield (readings.node,), sum(found for _, found in each(readings))
 
@@ -195,6 +199,7 @@ def _split(readings: Readings, _: Gpu, __: list[Share]) -> float:
     return int(readings.in_force.get("device_split_count", 0))
 
 
+# middle of the name, beginning of the help, value
 _MEMORY_SUMS = (
     ("total_memory", "The memory that is offered", _total),
     ("total_physical_memory", "The cards' own memory", _total_physical),

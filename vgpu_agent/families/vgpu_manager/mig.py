@@ -49,7 +49,7 @@ class VgpuManagerMigFamily(MigInstancesFamily):
         return Ownership.CERTAIN if resource.startswith(prefixes) else Ownership.NONE
 
     def resource_name(self, instance: MigInstance) -> str:
-        """See `MigInstancesFamily`."""
+        """Return the resource of all instances that have this one's profile."""
         return self._options.keys.mig(instance.profile)
 
     def divided_gpus(self, inventory: Inventory) -> list[Gpu]:
@@ -57,11 +57,15 @@ class VgpuManagerMigFamily(MigInstancesFamily):
         return [gpu for gpu in inventory.gpus if gpu.mig_enabled]
 
     def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
-        """Excluded GPUs are advertised as unhealthy, and their instances with them."""
+        """Explain why the instances of ``gpu`` are listed as unhealthy and never granted: the
+        operator has excluded it. Empty when not.
+        """
         return why_excluded(gpu, inventory, self._options)
 
     def refusals(self, inventory: Inventory) -> dict[str, str]:
-        """Refuse the strategy `SINGLE` on a node whose GPUs are not all divided alike."""
+        """Refuse the strategy `SINGLE` on a node whose GPUs are not all divided alike: return
+        resource → reason.
+        """
         if self._options.mig_strategy != SINGLE or not inventory.gpus:
             return {}
         whole = [f"GPU {gpu.index} ({gpu.uuid})" for gpu in inventory.gpus if not gpu.mig_enabled]
@@ -77,5 +81,6 @@ class VgpuManagerMigFamily(MigInstancesFamily):
             f"the MIG strategy is {SINGLE}, and {found}; divide all GPUs alike, or choose {MIXED} "
             "(vgpuManager.migStrategy)"
         )
+        # without any instance, the resource of whole GPUs stands for the instances' resources
         names = [self._options.keys.mig(profile) for profile in profiles]
         return dict.fromkeys(names or [self._options.keys.number], why)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.device_lists import ListOptions
     from vgpu_agent.families.spec import NodeFacts
 
-FILE = "vgpu-manager node configuration"
+FILE = "vgpu-manager node configuration"  # the name of the file among those of `NodeFacts`
 
 _VERSION = "v1"
 _LARGEST_CHARACTERS = 1024 * 1024  # a ConfigMap has no more
@@ -56,6 +56,8 @@ _JSON_PARTS = re.compile(
 _SHELL_STAR = re.compile(r"(?<![+.*)\]\\}?])\*")
 _ANY_CHARACTERS = "; write .* for any characters"
 
+# key of an entry → attribute: here of `Plugin`, the settings ``plugin`` of the whole agent, and in
+# `_OWN_KEYS` of `VgpuManager`, those of this family
 _PLUGIN_KEYS = {
     "deviceListStrategy": "device_list_strategy",
     "gdsEnabled": "gds_enabled",
@@ -87,7 +89,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         own: attribute of `VgpuManager` → value.
-        plugin: attribute of `Plugin` → value.
+        plugin: attribute of `Plugin`, the settings ``plugin`` of the whole agent → value.
         entry: the entry that counts, e.g. ``configs[2]``; empty where none is for this node.
         problems: one sentence for each error, with file, line, key, value and expectation.
         notes: one sentence for each key of the entry that has no effect.
@@ -185,7 +187,9 @@ def is_valid(settings: Settings, text: str) -> bool:
 
 
 def findings(settings: Settings, text: str) -> Findings:
-    """Judge the file with this text for the node of the settings."""
+    """Judge the file with this text for the node of the settings, for ``vgpu-agent config``: people
+    ask before they apply it.
+    """
     path, node = settings.section(VgpuManager).node_config_file, settings.node_name_or_hostname
     config = read_node_config(text, node, path)
     ruled_out = tuple(f"{path}: {problem}" for problem in config.ruled_out(settings.plugin))
@@ -226,7 +230,11 @@ def read_node_config(text: str, node: str, file: str) -> NodeConfig:
 
 
 class _Reader:
-    """The problems of one file and the entry of one node, collected while it is read."""
+    """The problems of one file and the entry of one node, collected while it is read.
+
+    A ``path`` is that of a key in the file, such as ``configs[2].nodeName``. A `yaml.Node` is a
+    value with its line; ``node`` alone as a text is the node's name.
+    """
 
     def __init__(self, file: str, node: str) -> None:
         self._file = file

@@ -52,7 +52,9 @@ _GO_ESCAPES = str.maketrans(
 
 
 def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
-    """Return the annotations and labels of a node with these GPUs, and what must not be there.
+    """Return the annotations and labels of a node with these GPUs, and what must not be there: that
+    has the value None. ``view`` has the present facts: the GPUs, the Node, and the resources that
+    are offered.
 
     A GPU that cannot be given to a new container of this family now is announced as unhealthy: one
     that is unhealthy, excluded, not among the 16 that libvgpu-control.so can limit, or that serves
@@ -102,6 +104,7 @@ def _stale(view: NodeView, options: VgpuManagerOptions) -> dict[str, None]:
     without it.
     """
     keys, node = options.keys, view.node
+    # what any family of this node offers, and what this one could
     offered = view.offered | offered_names(view.inventory, options)
     gone = {
         name
@@ -117,6 +120,7 @@ def cleanup(options: VgpuManagerOptions) -> DesiredNode:
     and labels that the agent writes. Those that operators supply are not mentioned, so they stay.
     """
     keys = options.keys
+    # without a value: must not be there
     written = (keys.node_config, keys.node_register, keys.node_topology, keys.node_heartbeat)
     labels = (DRIVER_VERSION_LABEL, CUDA_VERSION_LABEL, CUDA_MAJOR_LABEL, CUDA_MINOR_LABEL)
     return DesiredNode(annotations=dict.fromkeys(written), labels=dict.fromkeys(labels))
@@ -142,7 +146,7 @@ def register_text(
     A gap in the numbers crashes vgpu-manager's extender (vgpu-manager §3). So a GPU that is lost
     keeps its entry. A GPU that has never answered has an entry with no memory that is unhealthy.
     """
-    numbered = inventory.numbered
+    numbered = inventory.numbered  # number → GPU; NVML's indices, but a lost GPU keeps its own
     return _json(
         [
             _entry(number, numbered[number], options, healthy=healthy[numbered[number].uuid])

@@ -1,8 +1,9 @@
 """The resources that a node offers for `vgpu-manager`: one id for each container that may share a
 card; and, for quotas, the cards' compute and memory (vgpu-manager §2.1, §2.2).
 
-Only ``vgpu-number`` is booked and answered. Compute and memory are lists of ids that schedulers and
-quotas count. Called by `family` with each inventory.
+Only ids of ``vgpu-number`` are booked, and answered with a container's edits. Compute and memory
+are lists of ids that only schedulers and ResourceQuotas count. Called by `family` with each
+inventory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LIBRARY_CARDS = 16
 (vgpu-manager §7.7).
 """
 
-_SETTINGS = "vgpuManager"
+_SETTINGS = "vgpuManager"  # the family's section of the settings
 
 
 def shared_gpus(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Gpu, ...]:
@@ -38,7 +39,7 @@ def shared_gpus(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Gpu,
     a GPU keeps its number when another one is lost.
 
     Excluded ones are among them: they are advertised as unhealthy and not hidden (vgpu-manager
-    §2.1). The strategy `SINGLE` is for nodes whose GPUs are all divided, so there are none.
+    §2.1). The MIG strategy `SINGLE` is for nodes whose GPUs are all divided, so there are none.
     """
     if options.mig_strategy == SINGLE:
         return ()
@@ -46,7 +47,7 @@ def shared_gpus(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Gpu,
 
 
 def withheld(inventory: Inventory, options: VgpuManagerOptions) -> dict[str, str]:
-    """Map each GPU that no container may ever get to the reason."""
+    """Return the GPUs of which the family's containers never get anything: UUID → reason."""
     reasons = {}
     for number, gpu in inventory.numbered.items():
         if why := _why_excluded(number, gpu, options):
@@ -84,10 +85,11 @@ def resources_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Res
     """Return ``vgpu-number``, and the lists for quotas that are on; nothing on a node without GPUs
     to share.
 
-    A list for quotas that is too long for the kubelet is left out, see `cautions_of`.
+    A list for quotas that is too long for a message to the kubelet is left out, and `cautions_of`
+    has a sentence about it.
 
     Raises:
-        OfferError: the ids of ``vgpu-number`` alone do not fit into a message of the kubelet.
+        OfferError: the ids of ``vgpu-number`` alone do not fit into a message to the kubelet.
     """
     gpus = shared_gpus(inventory, options)
     if not gpus:
@@ -148,11 +150,12 @@ def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         memory_scaling=options.memory_scaling,
         cores_scaling=options.cores_scaling,
         pre_start_required=True,
-        decided_by=Decider.POD,
+        decided_by=Decider.POD,  # the pod's annotations and limits; the ids decide nothing
+        # the kubelet is to prefer ids of the cards that a scheduler has planned for the pod
         offers_preference=options.prefer_claimed,
         ids_setting=f"{_SETTINGS}.deviceSplitCount",  # named where there are too many ids
         requires_mig_off=True,
-        init_shares=True,  # init containers have claims of their own
+        init_shares=True,  # a scheduler plans shares for init containers, too
         withheld=withheld(inventory, options),
     )
 
@@ -190,8 +193,12 @@ def _quota(
     inventory: Inventory,
     options: VgpuManagerOptions,
 ) -> Resource:
+    """Return the list ``name``, in which each GPU has ``count`` ids. ``setting`` is the one that
+    makes them fewer, for messages.
+    """
     shared = {gpu.uuid for gpu in shared_gpus(inventory, options)}
-    # Each id is the card's number and a count, packed; a number from `CARDS` on does not fit.
+    # An id is the card's number, in one byte, and a running number, both encoded in a short text.
+    # Cards from the number `CARDS` on have no ids.
     blocks = tuple(
         IdBlock("", count(gpu), device=gpu.uuid, codec=PackedIds(number))
         for number, gpu in inventory.numbered.items()
@@ -210,7 +217,7 @@ def _quota(
 
 
 def _excess(resource: Resource) -> str:
-    """Explain by how much the list exceeds a message of the kubelet; empty when it fits."""
+    """Explain by how much the list exceeds a message to the kubelet; empty when it fits."""
     problem = too_long(list_size_bytes(resource.ids))
     return f"{len(resource.ids)} ids {problem}" if problem else ""
 
@@ -219,6 +226,7 @@ def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOption
     if resource.name != options.keys.memory:
         return f"{resource.ids_setting}: choose less"
 
+    # the size of the list with ``factor`` MiB in each unit of memory, for which there is one id
     def size_bytes(factor: int) -> int:
         changed = msgspec.structs.replace(options, memory_factor=factor)
         return sum(

@@ -1,4 +1,6 @@
-"""The options of the family `vgpu-manager`, as they result from settings and node configuration."""
+"""The options of the family `vgpu-manager`, as they result from the settings and from the node
+configuration: vgpu-manager's file with entries for single nodes, which beats the settings.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             the host's memory.
         memory_factor: MiB in one unit of the memory resource.
         excluded_uuids: GPUs that are advertised as unhealthy.
-        excluded_indices: the same, by number (`Inventory.numbered`).
+        excluded_indices: the same, by index, which a card keeps when another one is lost
+            (`Inventory.numbered`).
         offer_cores: the resource of cores is offered, for quotas (GPUCoreResourcePlugin).
         offer_memory: the same of memory (GPUMemoryResourcePlugin).
         topology: the links between GPUs are written on the Node (TopologyAwareGPUAllocation).
@@ -39,11 +42,12 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             (SharedSMUtilizationWatcher).
         tracks_virtual_memory: containers count the memory that spills into the host's
             (VirtualMemoryTracking).
-        mig_strategy: ``none``, ``single`` or ``mixed``.
+        mig_strategy: for MIG instances that exist already: ``none``, ``single`` or ``mixed``.
         types_match_substrings: where the agent places a container, ``A10`` in its pod's annotations
             also means ``A100``, as for vgpu-manager.
         open_kernel_modules: the node runs NVIDIA's open kernel modules.
-        lists: how containers get their devices.
+        lists: how containers get their devices: NVIDIA's ``deviceListStrategy`` and what belongs to
+            it.
     """
 
     keys: Keys = msgspec.field(default_factory=Keys)
@@ -94,7 +98,9 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             reschedule=gates.reschedule,
             sm_watcher=gates.sm_watcher,
             tracks_virtual_memory=gates.tracks_virtual_memory,
-            mig_strategy=static_mig_strategy(settings, vgpu)[0],  # without the reason
+            mig_strategy=static_mig_strategy(settings, vgpu)[
+                0
+            ],  # [1] is why it is not the configured one
             types_match_substrings=vgpu.type_match == "substring",
             open_kernel_modules=vgpu.open_kernel_modules,
             lists=lists,

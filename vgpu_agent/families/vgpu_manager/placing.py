@@ -51,8 +51,9 @@ POLICY_INVALID, TOPOLOGY_FALLBACK = "PolicyInvalid", "TopologyFallback"
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """The cards of a container, the rules that chose them (``binpack, link``), and a remark (an
-    event on the pod) for each annotation of the pod that was not followed.
+    """The cards of a container, the rules that chose them (``binpack, link``; ``in order`` without
+    a policy), and a remark (an event on the pod) for each annotation of the pod that was not
+    followed.
     """
 
     shares: tuple[Share, ...]
@@ -72,8 +73,10 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
     # `memory_factor`: MiB in one unit of the memory resource
     request = read_request(pod, container, keys, options.memory_factor)
     _refuse_other_memory_policy(pod, options)
+    # the GPUs that have ids of this family's resource
     cards = {gpu.uuid: gpu for gpu in shared_gpus(question.inventory, options)}
 
+    # of a share: a pod may ask for a percentage of the card's memory
     def memory_on(room: DeviceRoom) -> int:
         return request.memory_on(memory_mib(cards[room.device], options))
 
@@ -89,6 +92,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         room.device: room
         for room in fitting_rooms(rooms, demand, refused=_unwanted(pod, question, options))
     }
+    # (annotation, the words that it may have); a policy or mode of no such word is `NONE`
     wordings = ((keys.device_policy, POLICIES), (keys.topology_mode, MODES))
     policy, mode = (policy_word(pod, key, words) for key, words in wordings)
     remarks = [
@@ -115,6 +119,9 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
 
 
 def _refuse_other_memory_policy(pod: Pod, options: VgpuManagerOptions) -> None:
+    """Refuse a pod whose annotation asks for a node that offers more memory than its cards have
+    (``virtual``), or no more (``physical``), if this node is not one of these.
+    """
     key = options.keys.memory_policy
     word = pod.annotations.get(key, "").strip().lower()
     oversold = options.memory_scaling > 1
@@ -131,6 +138,7 @@ def _unwanted(pod: Pod, question: Question, options: VgpuManagerOptions) -> dict
     extender (`placement.selection`).
     """
     keys = options.keys
+    # how an entry of an annotation matches a product name; `has_text` is that for UUIDs
     of_models = model_rule(substrings=options.types_match_substrings)
     types = listed_texts(pod, keys.include_type), listed_texts(pod, keys.exclude_type), of_models
     uuids = listed_texts(pod, keys.include_uuid), listed_texts(pod, keys.exclude_uuid), has_text
@@ -152,7 +160,7 @@ def _in_order(
     question: Question, fitting: dict[str, DeviceRoom], policy: str, options: VgpuManagerOptions
 ) -> list[Candidate]:
     """Return the cards in the order in which the policy takes them."""
-    cores = cores_percent(options)
+    cores = cores_percent(options)  # with which each card is offered
 
     def score(room: DeviceRoom) -> float:
         slots = room.holders + room.holders_free  # places for containers
@@ -168,7 +176,7 @@ def _in_order(
             key=gpu.uuid,
             number=number,
             numa=gpu.numa_node,
-            rank=question.neighbours.rank(gpu.uuid),
+            rank=question.neighbours.rank(gpu.uuid),  # by the families that have the card
             score=score(fitting[gpu.uuid]),
         )
         for number, gpu in question.inventory.numbered.items()
@@ -197,7 +205,9 @@ def _chosen(
         },
         every=[gpu.uuid for gpu in inventory.gpus],
     )
+    # the cards that the pod's other containers have
     own = {share.device for shares in question.siblings.values() for share in shares}
+    # `OTHERS`: the rank of a card that another family has or waits for
     narrower = [[card for card in candidates if card.rank != OTHERS]]
     if container.kind is ContainerKind.INIT:
         narrower.insert(0, [card for card in candidates if card.key in own])

@@ -34,6 +34,7 @@ FINISHED = "9223372036854775807"
 """The ``predicate-time`` of a pod whose allocation has ended, with success or not."""
 
 ALLOCATING, SUCCEED, FAILED = "allocating", "succeed", "failed"
+"""The values of the label ``phase``: how far the allocation to the pod's containers is."""
 
 # What Kubernetes takes as a label's value. A node's name may be longer (vgpu-manager §4.2).
 _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -54,7 +55,9 @@ def desired_pod(
         grants: those of this family whose shares are decided, by container.
         keys: the names of the annotations and labels. ``pre_allocated`` has the claims as a
             scheduler planned them, ``real_allocated`` those of the containers that have started,
-            and the label ``metrics_node`` the Node where the pod's use is measured.
+            ``predicate_node`` the Node that was chosen, and ``predicate_time`` when, or `FINISHED`.
+            The label ``phase`` has one of the words above, and ``metrics_node`` the Node where the
+            pod's use is measured.
         indices: UUID → the card's index on the node.
         failed: the pod will never start here.
     """
@@ -71,8 +74,8 @@ def _differing(
 
 
 def _failed(pod: Pod, keys: Keys) -> DesiredPod:
-    """Return the state after a failure. ``pre-allocated`` stays, and a pod without a scheduler's
-    claim is not changed.
+    """Return the desired state after a failure. ``pre-allocated`` stays, and a pod without a
+    scheduler's claim is not changed.
     """
     if keys.pre_allocated not in pod.annotations and keys.phase not in pod.labels:
         return DesiredPod()
@@ -84,6 +87,7 @@ def _failed(pod: Pod, keys: Keys) -> DesiredPod:
 def _started(
     pod: Pod, grants: Mapping[str, Grant], keys: Keys, indices: Mapping[str, int]
 ) -> DesiredPod:
+    """Return the desired state of a pod with started containers; an empty one for other pods."""
     asking = [each for each in pod.containers if asks(each, keys)]
     granted = {
         each.name: _claim(each.name, grants[each.name], indices)
@@ -93,7 +97,7 @@ def _started(
     if not granted:
         return DesiredPod()
     claimed = _readable(pod.annotations.get(keys.pre_allocated, ""))
-    known = {**granted, **claimed}
+    known = {**granted, **claimed}  # a scheduler's claim replaces that made from the grant
     order = [each.name for each in asking if each.name in known]
     annotations: dict[str, str | None] = {}
     if granted.keys() - claimed.keys():

@@ -40,7 +40,8 @@ class Request(msgspec.Struct, frozen=True):
     Attributes:
         number: of cards.
         cores_percent: of each card's compute; 0 for no limit.
-        memory_mib: of each card's memory; None for all that the card is offered with.
+        memory_mib: of each card's memory; None for all that the card is offered with, which may be
+            more or less than it has.
     """
 
     number: int
@@ -64,7 +65,9 @@ def asks(container: PodContainer, keys: Keys) -> bool:
 
 
 def sets(container: PodContainer | None, variable: str) -> bool:
-    """Tell whether the container's specification switches ``variable`` on."""
+    """Tell whether the container's specification switches ``variable`` on: with a literal value
+    that means yes. A container that the pod does not have (None) switches nothing on.
+    """
     return container is not None and is_switched_on(container.values.get(variable, ""))
 
 
@@ -79,8 +82,8 @@ def compute_policy(pod: Pod, node_annotations: Mapping[str, str], keys: Keys) ->
 
 
 def policy_word(pod: Pod, key: str, words: Sequence[str]) -> str:
-    """Return the word of an annotation; one that is none of ``words`` counts as none
-    (vgpu-manager §4.1).
+    """Return the word of the annotation ``key``, which names a policy for the choice of Nodes or
+    cards; one that is none of ``words`` counts as `NONE`, no policy (vgpu-manager §4.1).
     """
     word = pod.annotations.get(key, "").strip().lower()
     return word if word in words else NONE
@@ -100,7 +103,8 @@ def misspelt_word(pod: Pod, key: str, words: Sequence[str]) -> str:
 
 
 def listed_texts(pod: Pod, key: str) -> tuple[str, ...]:
-    """Return the entries of a list of cards in an annotation, in lower case (vgpu-manager §4.1).
+    """Return the entries of the annotation ``key``, product names or UUIDs of cards, in lower case
+    (vgpu-manager §4.1).
 
     Raises:
         RequestRefusedError: the list is too long; each entry would be compared with each card.
@@ -146,5 +150,5 @@ def read_request(pod: Pod, container: PodContainer, keys: Keys, factor: int) -> 
         expected=f"a plain number of {factor} MiB on each GPU, such as 3000, without Mi or Gi",
     )
     if not cores and not memory:
-        cores = 100
+        cores = 100  # a request for a number of cards alone gets whole cards
     return Request(number, cores, memory * factor or None)

@@ -218,7 +218,7 @@ def static_mig_strategy(settings: Settings, vgpu: VgpuManager) -> tuple[str, str
     and that is no problem to report.
 
     Args:
-        settings: of the other families.
+        settings: all settings, for those of the other families.
         vgpu: with the node configuration already applied to it.
     """
     other, theirs = mig_family(settings), settings.plugin.mig_strategy
@@ -234,6 +234,7 @@ def static_mig_strategy(settings: Settings, vgpu: VgpuManager) -> tuple[str, str
 
 
 def _conflicts(settings: Settings) -> Iterator[Conflict]:
+    # Broken rules about this section alone; `_collisions` has those about other families.
     vgpu = settings.section(VgpuManager)
     # a conflict has the settings that could be changed, each with its sentence
     for problem in vgpu.gates.problems:
@@ -328,7 +329,8 @@ _FEW_REQUESTS = "the agent writes what has changed, and only that"
 _FINDS_CGROUP = "the agent finds a container's cgroup by itself, with either driver"
 
 
-# The value in force for a variable that is not followed, which is reported only where it differs.
+# For a variable that is not followed: it is reported where its value differs from this, so every
+# value that is not empty is reported.
 def _nothing_in_force(_: Settings) -> str:
     return ""
 

@@ -92,6 +92,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
 
 
 def _instances(settings: Settings, vgpu: VgpuManager, lists: ListOptions) -> VgpuManagerMigFamily:
+    """Build the part that offers existing MIG instances; ``lists``: how containers get them."""
     return VgpuManagerMigFamily(
         VgpuManagerOptions.from_settings(settings, vgpu, lists=lists), lists
     )
@@ -100,12 +101,14 @@ def _instances(settings: Settings, vgpu: VgpuManager, lists: ListOptions) -> Vgp
 def _vocabulary(keys: Keys) -> Vocabulary:
     return Vocabulary(
         resource_prefixes=(keys.number, keys.cores, keys.memory, keys.mig("")),
+        # `state_…`: written by schedulers and the agent; `user_…`: by users
         annotations=(*keys.state_annotations, *keys.user_annotations),
         labels=keys.state_labels,
         node_annotations=(
             keys.node_config,
             keys.node_register,
             keys.node_topology,
+            # labels of the Node, which are removed with the annotations
             DRIVER_VERSION_LABEL,
             CUDA_VERSION_LABEL,
             CUDA_MAJOR_LABEL,
@@ -203,6 +206,7 @@ SPEC = FamilySpec(
     exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,
     admission=_admission,
-    # whether its failed pods get another chance although ``binding.rescheduleFailed`` is off
+    # whether its failed pods are evicted or created again although `binding.rescheduleFailed` is
+    # off
     reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )

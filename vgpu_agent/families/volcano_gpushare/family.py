@@ -58,9 +58,10 @@ PREDICATE_TIME = "volcano.sh/predicate-time"  # when the card was chosen, in uni
 GPU_ASSIGNED = "volcano.sh/gpu-assigned"  # "true" once all but init containers have started
 # of the Node: the numbers of the cards that schedulers must not use
 UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
-# of the Node: while it is there, schedulers bind no other pod to the Node
+# of the Node: the time of a scheduler's lock; while it is there, schedulers bind no other pod to it
 NODE_LOCK = "gpu"
 
+# what the pod's owner can do, for messages
 _ANEW = "delete the pod so that it is scheduled anew"
 _SHOWN_CHARACTERS = 60  # of an annotation in an error
 
@@ -73,7 +74,8 @@ class VolcanoGpushareOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         strategy: `SHARE` offers memory, `NUMBER` whole cards.
-        factor: MiB in one id; 0 for the smallest power of two whose list fits into a message.
+        factor: MiB in one id; 0 for the smallest power of two with which the list of all ids fits
+            into a message to the kubelet.
         unequal_gpus: ``refuse`` or ``minimum``: what to do with cards of different size, which the
             scheduler takes for equal.
         lists: how the container gets its card (NVIDIA's ``deviceListStrategy``); by index, as the
@@ -88,7 +90,7 @@ class VolcanoGpushareOptions(msgspec.Struct, frozen=True):
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
         """Return the configured options. Of ``lists`` only the fields are used by which a card is
-        given and named; containers get nothing else.
+        given and named; containers get nothing beside it, such as device nodes of GDRCopy.
         """
         gpushare = settings.section(VolcanoGpushare)
         return cls(
@@ -128,8 +130,8 @@ class VolcanoGpushareFamily:
         )
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """Return one resource: ``<number>-<j>`` for each unit of a card's memory, or the cards'
-        UUIDs (volcano-gpushare S1, S4, S5).
+        """Return one resource: ``<card>-<unit>`` for each unit of a card's memory, both as
+        numbers, or the cards' UUIDs (volcano-gpushare S1, S4, S5).
 
         Raises:
             OfferError: the cards differ in size, or the list of ids would not fit into a message of
@@ -147,7 +149,7 @@ class VolcanoGpushareFamily:
         ids = _memory_ids(numbered, factor)
         self._refuse_unfitting(numbered, ids, factor)
         # Memory is the limit: no container asks for less than one unit, so there are never more
-        # holders than units.
+        # holders than units. A block has the ids of one card, and all cards have equally many.
         return (
             self._resource(
                 ids,
@@ -192,8 +194,8 @@ class VolcanoGpushareFamily:
         )
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """The cards that ``volcano.sh/gpu-index`` names and that are not in MIG mode;
-        nothing where the pod needs more than there is.
+        """UUIDs of the cards that ``volcano.sh/gpu-index`` names and that are not in MIG mode, by
+        container: they are claimed for the pod. Empty where the pod needs more than the node has.
         """
         text, name = pod.annotations.get(GPU_INDEX), self._resource_name
         if text is None or not 0 < (needed := units(pod, name)) <= self._most_units(inventory):
@@ -207,7 +209,7 @@ class VolcanoGpushareFamily:
                 or not 0 < count <= needed
             ):
                 continue
-            # only the number of cards counts here
+            # only the number of ids matters to `_named`, not their texts
             ids = ("",) * count if self._options.strategy == NUMBER else ("",)
             asked = Question(
                 Resource(name, FAMILY, ids=()),
@@ -226,7 +228,7 @@ class VolcanoGpushareFamily:
 
     def recall(self, question: Question) -> Decision | None:
         """Return the annotation's decision, for a container that runs already. None for a pod
-        without the annotation: this agent has placed it, and has not patched it yet.
+        without the annotation: this agent has placed it, and has not written the annotation yet.
         """
         text = question.pod.annotations.get(GPU_INDEX)
         if text is None:
@@ -265,7 +267,8 @@ class VolcanoGpushareFamily:
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
         """Return ``gpu-assigned`` once the last container has started; if we placed the pod, also
-        its cards, for the scheduler's count.
+        its cards, so that the scheduler counts them. Nothing where the pod has ``failed``: it will
+        never start here.
 
         An init container alone assigns nothing, because the pod's other containers are still to
         come.
@@ -322,6 +325,7 @@ class VolcanoGpushareFamily:
                 annotations={UNHEALTHY_IDS: None}, capacity={NUMBER_RESOURCE: "0"} if stale else {}
             ).joined(lock)
         numbers = {gpu.uuid: number for number, gpu in view.inventory.numbered.items()}
+        # `trouble`: why no container may get anything of the card
         usable = {
             numbers[room.device] for room in rooms if not room.trouble and room.device in numbers
         }
@@ -395,7 +399,9 @@ class VolcanoGpushareFamily:
             raise OfferError({MEMORY_RESOURCE: f"{ids_made} {problem}; {remedy}"})
 
     def _factor(self, inventory: Inventory) -> int:
-        """MiB in one id. Whole cards are counted by the same rule, as the replaced plugin does."""
+        """MiB in one id. For whole cards it is the number by which the count of cards is multiplied
+        in ``VOLCANO_GPU_ALLOCATED``, as the replaced plugin does; 1 unless it is set.
+        """
         if self._options.factor:
             return self._options.factor
         return (
@@ -405,6 +411,9 @@ class VolcanoGpushareFamily:
         )
 
     def _fitting_factor(self, numbered: Mapping[int, Gpu]) -> int | None:
+        """Return the smallest factor with which the list of ids fits into a message; None where
+        none does.
+        """
         return smallest_fitting_factor(
             lambda factor: list_size_bytes(_memory_ids(numbered, factor))
         )
@@ -484,7 +493,7 @@ class VolcanoGpushareFamily:
         if here:
             return gpus[here[0]]
         needed_mib = units(question.pod, self._resource_name) * self._factor(question.inventory)
-        budget_mib = _size_mib(question.inventory.numbered)
+        budget_mib = _size_mib(question.inventory.numbered)  # what each card is offered with
         rooms = [
             msgspec.structs.replace(room, memory_free_mib=_free_mib(room, budget_mib))
             for room in _ordered(question, gpus)
@@ -566,7 +575,7 @@ def _ordered(question: Question, gpus: Mapping[str, Gpu]) -> list[DeviceRoom]:
 
 
 def _free_mib(room: DeviceRoom, size_mib: int) -> int:
-    """Return the free memory of a card that counts as if it had only ``size_mib``."""
+    """Return the free memory of a card that is offered with ``size_mib``, not with all it has."""
     return max(0, min(room.memory_mib, size_mib) - (room.memory_mib - room.memory_free_mib))
 
 

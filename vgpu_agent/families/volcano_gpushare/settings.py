@@ -65,7 +65,9 @@ class VolcanoGpushare(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 
 
 def _names(settings: Settings) -> Iterator[OfferedName]:
-    """Yield both names, whichever is offered: the other one is written into the Node's capacity."""
+    """Yield the names of both resources, whichever is offered: the other one is written into the
+    Node's capacity.
+    """
     for strategy, name in ((SHARE, MEMORY_RESOURCE), (NUMBER, NUMBER_RESOURCE)):
         # not offered, but written into the Node's capacity
         counted = strategy != settings.section(VolcanoGpushare).strategy
@@ -85,7 +87,8 @@ SETTINGS = FamilySettings(
     "`volcano.sh/gpu-memory` or `volcano.sh/gpu-number`, as Volcano's own device plugin offers "
     "them.",
     sections={"volcano_gpushare": VolcanoGpushare},
-    # not followed, and reported where they differ from the value in force
+    # variables of the replaced plugin: not followed, and reported where they differ from the value
+    # in force, which the function returns
     ignored_variables=(
         ForeignVariable("GPU_STRATEGY", _strategy, "set volcanoGpushare.strategy to that"),
         ForeignVariable(

@@ -78,7 +78,8 @@ def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:
 
 
 def first_idle(rooms: Sequence[DeviceRoom], count: int) -> tuple[DeviceRoom, ...]:
-    """Return the first ``count`` devices without any holder.
+    """Return the first ``count`` devices without any holder, of ``rooms`` in the order of
+    preference.
 
     Raises:
         CapacityError: there are fewer; the text says of each device why not, or that it is idle.

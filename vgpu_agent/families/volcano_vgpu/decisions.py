@@ -2,9 +2,9 @@
 check it against the pod's request and this node.
 
 The scheduler's decision is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good
-(volcano-vgpu §3). It has one *segment* for each regular container that asks, in their order
-(volcano-vgpu D3): the GPUs of that container, each with its compute in percent and its memory in
-units of `Offer.factor` MiB. `Offer.units` has the memory of each GPU of this node in such units.
+(volcano-vgpu §3). It has one *segment* for each regular container that asks for GPUs, in their
+order (volcano-vgpu D3): the GPUs of that container, each with its compute in percent and its memory
+in units of `Offer.factor` MiB. `Offer.units` has the memory of each GPU of this node in such units.
 
 A `Question` is about one container: it has its pod, the ids that the kubelet gave it, and what each
 device has left. The container is known from the kubelet's records, not guessed. Every user who may
@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory
     from vgpu_agent.pods import Pod, PodContainer
 
-NODE = "volcano.sh/vgpu-node"  # for which the GPUs were decided
+# Annotations of a pod.
+NODE = "volcano.sh/vgpu-node"  # the node for which the GPUs were decided
 DECISION = "volcano.sh/vgpu-ids-new"
-TO_ALLOCATE = "volcano.sh/devices-to-allocate"  # the part of it that is left to allocate
+TO_ALLOCATE = "volcano.sh/devices-to-allocate"  # the segments of containers that have not started
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
+# For an annotation that a pod's template may have, copied from a pod that was scheduled.
 _REMEDY_IF_COPIED = f"{_REMEDY}, without this annotation in its template"
 
 
@@ -60,9 +62,9 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
 
 
 def decided_segment(question: Question, offer: Offer) -> Segment | None:
-    """Return what the pod's annotation says about the container, its GPUs in that order: a
-    scheduler's decision, or what the agent itself has written for a pod that it has placed. None if
-    it says nothing; then the agent places the container.
+    """Return what the pod's annotation `DECISION` says about the container, its GPUs in the order
+    of the annotation: a scheduler's decision, or what the agent itself has written for a pod that
+    it has placed. None if it says nothing; then the agent places the container.
 
     An init container has no segment (volcano-vgpu D14). It gets GPUs that a scheduler has decided
     for the containers after it. If the agent has placed these, it places the init container too, at
@@ -160,7 +162,9 @@ def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tupl
 def refused(
     pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY
 ) -> RequestRefusedError:
-    """The one form of every refusal: pod, key, value, what is wrong, what to do."""
+    """The one form of every refusal: the pod, ``key`` and ``value`` of the annotation, what is
+    wrong, what to do.
+    """
     return RequestRefusedError(
         f"pod {pod.full_name}: annotation {key}={quoted(value)}: {problem}; {remedy}"
     )
@@ -168,12 +172,13 @@ def refused(
 
 def _is_schedulers(pod: Pod) -> bool:
     """Tell whether a scheduler has written the decision:
-    each writes the key of what is left to allocate beside it, and the agent never adds it.
+    each writes the annotation `TO_ALLOCATE` beside it, and the agent never adds that.
     """
     return TO_ALLOCATE in pod.annotations
 
 
 def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodContainer, ...]]:
+    """Return the segments of `DECISION`, and the containers that they are for, one for each."""
     text, asking = pod.annotations[DECISION], names.asking(pod)
     try:
         segments = parse_pod_devices(text)
@@ -193,8 +198,10 @@ def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodCon
 
 
 def _require_agreement(pod: Pod, place: int, count: int) -> None:
-    """Require that what is still to be allocated is what was decided:
-    the scheduler writes both at once.
+    """Require that `TO_ALLOCATE` has the same segment for the container as `DECISION`, or an empty
+    one: the scheduler writes both at once, and a start empties the container's segment.
+
+    ``place`` is the index of the segment, and ``count`` how many segments `DECISION` has.
     """
     pending = pod.annotations.get(TO_ALLOCATE, "").split(SEGMENT_END)
     decided = pod.annotations[DECISION].split(SEGMENT_END)
@@ -275,11 +282,11 @@ def _require_within_request(
 def _segment_of_init(
     question: Question, segments: Sequence[Segment], request: ContainerRequest, offer: Offer
 ) -> Segment | None:
-    """Return GPUs that belong to the pod anyway:
-    those of a later container with as many, else the first ones of all.
+    """Return GPUs that belong to the pod anyway: those of a later container that has as many as
+    the init container asks for, else the first ones of all later containers.
 
-    It is never more of one GPU than the later containers have together, because the scheduler has
-    reserved nothing else.
+    The init container never gets more of one GPU than the later containers have together, because
+    the scheduler has reserved nothing else.
     """
     every = [assigned for segment in segments for assigned in segment]
     if not every:

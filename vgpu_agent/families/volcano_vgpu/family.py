@@ -66,7 +66,7 @@ __all__ = ["FAMILY", "VolcanoVgpuFamily", "VolcanoVgpuOptions"]
 # The annotations that users set on their pods (volcano-vgpu §3.1).
 USE_TYPE, NO_TYPE = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
 USE_UUID, NO_UUID = "volcano.sh/vgpu-use-gpuuuid", "volcano.sh/vgpu-nouse-gpuuuid"
-WANTED_MODE = "volcano.sh/vgpu-mode"
+WANTED_MODE = "volcano.sh/vgpu-mode"  # how the node must share its GPUs: by HAMi-core, or MIG
 
 # The labels of the Node that show settings to operators (`kubectl get nodes -L`).
 UNIT_LABEL = "vgpu-agent.internal/volcano-vgpu-memory-unit-mib"
@@ -76,7 +76,8 @@ ISOLATION_LABEL = "vgpu-agent.internal/volcano-vgpu-isolation"
 class VolcanoVgpuFamily:
     """Shares of GPUs by memory and compute under Volcano's names.
 
-    State: the unit of memory in the last offer, in MiB. Pods' annotations count memory in it.
+    State: the unit of memory in the last offer, in MiB; pods' annotations count memory in it. 0
+    before the first offer, unless the settings have it.
     """
 
     name = FAMILY
@@ -139,7 +140,7 @@ class VolcanoVgpuFamily:
         )
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """Return the GPUs of each container by the scheduler's decision; see `decided_gpus`.
+        """Return container → the UUIDs of its GPUs, by the scheduler's decision.
 
         For a MIG instance, this is the GPU that has it or will be divided for it.
         """
@@ -160,12 +161,14 @@ class VolcanoVgpuFamily:
         )
 
     def _place(self, question: Question) -> Decision:
+        """Choose the GPUs of a container for which no scheduler has decided."""
         pod, container = question.pod, requesting_container(question)
         self._require_mode(pod)
         offer = offer_of(question.inventory, self._options)
         request = read_request(pod, container, self._options.names)
 
         def memory_mib(room: DeviceRoom) -> int:
+            # `offer.units`: GPU → its memory in units of the memory resource; a factor is its MiB
             return max(1, request.units_on(offer.units[room.device])) * offer.factor
 
         count = len(question.ids)
@@ -215,8 +218,9 @@ class VolcanoVgpuFamily:
     # -- enforcement -------------------------------------------------------------------------------
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Return the edits that give the container its GPUs, by the configured list strategies,
-        together with the additions of the isolation backend (volcano-vgpu §4.1, G4, G6, G10).
+        """Return the edits that give the container its GPUs, by the configured device list
+        strategies (a variable, mounts, device nodes or CDI names), together with the additions of
+        the isolation backend (volcano-vgpu §4.1, G4, G6, G10).
 
         Raises:
             UnhealthyDeviceError: a GPU of the decision is missing.
@@ -247,7 +251,8 @@ class VolcanoVgpuFamily:
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
         """Return the annotations for the state of the allocation (volcano-vgpu G5, G8). If the
-        agent has placed the pod, add those that the scheduler would have written.
+        agent has placed the pod, add those that the scheduler would have written. ``failed``: the
+        pod will never start here.
         """
         own_grants = {
             container: grant
@@ -292,7 +297,11 @@ class VolcanoVgpuFamily:
         }
         available = {gpu.uuid: usable.get(gpu.uuid, False) for gpu in gpus}
         text = register_text(
-            gpus, offer.units, split=options.split, available=available, mode=options.mode
+            gpus,
+            offer.units,
+            split=options.split,  # how many containers may share one GPU
+            available=available,
+            mode=options.mode,
         )
         desired_state = DesiredNode(
             annotations={REGISTER: text},
@@ -301,7 +310,7 @@ class VolcanoVgpuFamily:
         handshake = desired_handshake(
             view.node.annotations.get(HANDSHAKE),
             now=view.now,
-            pause_seconds=options.handshake_seconds,
+            pause_seconds=options.handshake_seconds,  # the shortest between two answers
         )
         lock = view.locks.desired_state(
             view.node, LOCK, allocated_at=view.allocated_at.get(options.names.number), now=view.now

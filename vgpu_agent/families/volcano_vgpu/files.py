@@ -28,19 +28,20 @@ DEVICE_CONFIG = "device-config.yaml"
 NODE_CONFIG = "config.json"
 CONFIG_MAP = "volcano-vgpu-device-config"  # has device-config.yaml (volcano-vgpu §5.1)
 NODE_CONFIG_MAP = "volcano-vgpu-node-config"  # has config.json
-# Volcano's own manifests put the ConfigMap into volcano-system.
+# Where the ConfigMap is looked for, in this order. Volcano's own manifests put it into
+# volcano-system.
 NAMESPACES = ("kube-system", "volcano-system")
 
 HIDDEN = "filterdevices"
 GEOMETRIES = "knownMigGeometries"
 
-_TOP = "nvidia"
-_NODES = "nodeconfig"
+_TOP = "nvidia"  # the top-level key in device-config.yaml
+_NODES = "nodeconfig"  # that in config.json, for a list with an entry for each node
 # A megabyte of junk in a file must not become a megabyte of log.
 _MAX_PROBLEMS = 20
 _MAX_HIDDEN = 256
 
-# Key of the file → attribute of the settings.
+# Key of device-config.yaml → attribute of the settings.
 _DEVICE_KEYS = {
     "resourceCountName": "number_resource",
     "resourceMemoryName": "memory_resource",
@@ -54,6 +55,7 @@ _DEVICE_KEYS = {
 }
 # Misspelt keys in the replaced plugin's documentation → the keys that its code reads.
 _DOCUMENTED_AS = {"disablecorelimit": "disableCoreLimit", "defaultMem": "defaultMemory"}
+# Key of a node's entry in config.json, in lower case → attribute of the settings.
 _NODE_KEYS = {
     "devicesplitcount": "device_split_count",
     "devicecorescaling": "device_core_scaling",
@@ -108,8 +110,8 @@ class Overlay(msgspec.Struct, frozen=True):
     def falling_back_to(self, previous: Overlay) -> Overlay:
         """Return this overlay with the values of ``previous`` for the keys that are wrong here.
 
-        A mistake in an edited ConfigMap must not change the memory unit of every node, or offer
-        GPUs that were hidden, while pods run.
+        A mistake in an edited ConfigMap must not change the MiB in one unit of the memory resource
+        on every node, or offer GPUs that were hidden, while pods run.
         """
         if not self.readable:
             return msgspec.structs.replace(previous, problems=self.problems)
@@ -117,8 +119,8 @@ class Overlay(msgspec.Struct, frozen=True):
             **{name: value for name, value in previous.values.items() if name in self.wrong},
             **self.values,
         }
-        # A pod's annotation names a MIG instance by its position in a group of geometries. Without
-        # the wrong entries, the positions in the group would mean other instances.
+        # A pod's annotation names a MIG instance by its position in a group, one of the ways to
+        # divide a GPU. Without the wrong entries, the positions would mean other instances.
         geometries = previous.geometries if GEOMETRIES in self.wrong else self.geometries
         if HIDDEN not in self.wrong:
             return msgspec.structs.replace(self, values=values, geometries=geometries)
@@ -133,9 +135,9 @@ class Overlay(msgspec.Struct, frozen=True):
     def applied_to(self, settings: VolcanoVgpu, *, keep: Collection[str] = ()) -> VolcanoVgpu:
         """Return ``settings`` with the values of this file, except for the attributes in ``keep``.
 
-        In the replaced plugin, flags override the ConfigMap, and the node's entry overrides both
-        (volcano-vgpu §5.2). So for the ConfigMap, ``keep`` names the attributes that a flag or an
-        environment variable has set.
+        In the replaced plugin, flags override the ConfigMap, and the node's entry in config.json
+        overrides both (volcano-vgpu §5.2). So for the ConfigMap, ``keep`` names the attributes that
+        a flag or an environment variable has set.
         """
         return msgspec.structs.replace(
             settings, **{name: value for name, value in self.values.items() if name not in keep}
@@ -146,8 +148,8 @@ class _Reader:
     """The values and problems of one file, collected while it is read."""
 
     def __init__(self, file: str) -> None:
-        self._file = file
-        self._count = 0
+        self._file = file  # its name, for messages
+        self._count = 0  # of all problems, also those beyond `_MAX_PROBLEMS`
         self._problems: list[str] = []
         self._readable = True
         self.wrong: set[str] = set()
@@ -157,6 +159,7 @@ class _Reader:
         self.geometries: tuple[ModelGeometries, ...] = ()
 
     def report(self, path: str, text: str) -> None:
+        """Note a problem with the key ``path``; empty for the whole file."""
         self._count += 1
         if self._count <= _MAX_PROBLEMS:
             self._problems.append(": ".join(part for part in (self._file, path, text) if part))

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from vgpu_agent.families.spec import Readings
     from vgpu_agent.model import ContainerUsage, GpuUsage
 
-_Row = tuple[tuple[str, ...], float]
+_Row = tuple[tuple[str, ...], float]  # the values of the labels, and the metric's value
 
+# the labels of a metric of cards, and of one of containers
 _CARD = ("deviceidx", "deviceuuid", "zone")
 _CONTAINER = ("podnamespace", "podname", "ctrname", "vdeviceid", "deviceuuid", "zone")
-_ZONE = "vGPU"
+_ZONE = "vGPU"  # the value of ``zone`` in all series of the replaced monitor
 
 
 def _memory_used(usage: GpuUsage) -> float | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 REGISTER = "volcano.sh/node-vgpu-register"
 HANDSHAKE = "volcano.sh/node-vgpu-handshake"
-LOCK = "hamivgpu"
+LOCK = "hamivgpu"  # the key of an annotation, without a domain
 TYPE_PREFIX = "NVIDIA-"
 
 _SEPARATORS = re.compile(r"[,:\s]+")
@@ -49,7 +49,8 @@ def register_text(
 
     ``units`` has the memory of each GPU in units of the memory resource, ``split`` is the number of
     containers that may share one GPU, and ``available`` says by UUID which GPUs new containers may
-    get. Every entry has the same ``mode``, and schedulers read that of the last one.
+    get. Every entry has the same ``mode``, how the node shares its GPUs (``hami-core`` or ``mig``),
+    and schedulers read that of the last one.
 
     A GPU that must not be given away is announced with count 0: schedulers read the health and
     ignore it, while a count of 0 keeps new pods off and the accounting of the old ones right
@@ -65,6 +66,9 @@ def register_text(
 def desired_handshake(present: str | None, *, now: float, pause_seconds: float) -> DesiredNode:
     """Return an answer where there is none or where a scheduler asks;
     nothing while our last answer is there (volcano-vgpu §2.3).
+
+    ``present`` is the handshake annotation of the Node, None without one, ``now`` is unix seconds,
+    and ``pause_seconds`` is the least time between two answers.
     """
     if present is not None and "Requesting" not in present and "Deleted" not in present:
         return DesiredNode()
@@ -84,10 +88,12 @@ def cleanup(*, now: float) -> DesiredNode:
 
 
 def _written(now: float) -> str:
+    """Return the time as Go writes it, as in the plugin's answers."""
     return f"{_utc(now):%Y-%m-%d %H:%M:%S} +0000 UTC"
 
 
 def _scheduler_time(now: float) -> str:
+    """Return the time in the form in which schedulers write it."""
     return f"{_utc(now):%Y.%m.%d %H:%M:%S}"
 
 

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
     from vgpu_agent.model import Gpu, Inventory
 
-# The shortest time between two answers to the handshake of an old scheduler.
+# The shortest time between two answers to the handshake: an old scheduler asks in an annotation of
+# the Node whether the agent is alive, and the agent answers there.
 HANDSHAKE_SECONDS = 15.0
-_SETTINGS = "volcanoVgpu"
+_SETTINGS = "volcanoVgpu"  # the section of this family's settings
 
 # All device modes, as in the replaced plugin.
 ALL_MODES = ListOptions(enabled=DEVICE_MODES)
@@ -46,7 +47,7 @@ class Offer(msgspec.Struct, frozen=True):
     Attributes:
         names: of the resources.
         factor: MiB in one unit of memory.
-        units: GPU → its memory in units, in the order in which schedulers count the GPUs.
+        units: GPU UUID → its memory in units, in the order in which schedulers count the GPUs.
         mode: `HAMI_CORE` or `MIG`.
     """
 
@@ -63,13 +64,14 @@ class VolcanoVgpuOptions(msgspec.Struct, frozen=True):
         names: of the resources.
         offer_percentage: the percentage resource is offered as well.
         split: how many containers may share one GPU.
-        factor: MiB in one unit of memory; 0 for the smallest power of two whose list fits into a
-            message.
+        factor: MiB in one unit of memory; 0 for the smallest power of two with which the list of
+            the memory's ids fits into a message to the kubelet.
         memory_scaling: how many times a GPU's memory is offered.
         cores_scaling: the same for compute.
         limit_cores: compute is limited as well as booked.
         hidden_uuids: GPUs that are not offered.
-        hidden_indices: the same, by number (`Inventory.numbered`).
+        hidden_indices: the same, by number: the NVML index, which a GPU keeps here when one before
+            it is lost.
         policy: ``binpack`` or ``spread``, for pods that no GPU scheduler has placed.
         handshake_seconds: shortest time between two answers to an old scheduler's handshake.
         lists: how containers get their devices.
@@ -147,8 +149,8 @@ class VolcanoVgpuOptions(msgspec.Struct, frozen=True):
 def visible_gpus(
     inventory: Inventory, hidden_uuids: frozenset[str], hidden_indices: frozenset[int]
 ) -> tuple[Gpu, ...]:
-    """Return the GPUs that the node configuration does not hide; a GPU keeps its number when one
-    before it is lost.
+    """Return the GPUs that the node configuration, a file of the replaced plugin, does not hide.
+    ``hidden_indices`` has numbers: a GPU keeps its own when one before it is lost.
     """
     return tuple(
         gpu
@@ -216,7 +218,7 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
             memory_scaling=options.memory_scaling,
             cores_scaling=options.cores_scaling,
             pre_start_required=True,
-            decided_by=Decider.POD,
+            decided_by=Decider.POD,  # by the pod's limits and annotations, not by the ids
             offers_preference=False,
             # named where there are too many ids
             ids_setting=options.place_of("deviceSplitCount"),
@@ -229,6 +231,7 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
         ),
     ]
     if options.offer_percentage:
+        # 100 percent for each container that may share the GPU (volcano-vgpu D8)
         percents = _ids(gpus, "-memory-percentage-", lambda _: 100 * options.split)
         resources.append(_counted(names.percentage, percents, options.place_of("deviceSplitCount")))
     _check_lists(resources, gpus, options)
@@ -267,6 +270,9 @@ def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ..
 
 
 def _counted(name: str, ids: NumberedIds, ids_setting: str) -> Resource:
+    """Return a resource that is only there for schedulers to count; ``ids_setting`` is the setting
+    that decides how many ids it has.
+    """
     return Resource(
         name,
         FAMILY,
@@ -287,7 +293,7 @@ def _memory_ids(gpus: Sequence[Gpu], offer: Offer) -> NumberedIds:
 
 
 def _ids(gpus: Sequence[Gpu], infix: str, count: Callable[[Gpu], int]) -> NumberedIds:
-    """``<UUID><infix><n>`` for each GPU, without topology."""
+    """``<UUID><infix><n>``, as many for each GPU as ``count`` says, without topology."""
     return NumberedIds(
         tuple(
             IdBlock(f"{gpu.uuid}{infix}", count(gpu), device=gpu.uuid)

@@ -26,12 +26,12 @@ _TYPE = "NVIDIA"  # the type in the request, not the product name of the card
 # More than any pod has; the API server accepts 256 KiB of annotations.
 _MAX_DEVICES = 4096
 _INTEGER = re.compile(r"-?[0-9]{1,18}\Z", re.ASCII)
-_SHOWN = 80
+_SHOWN = 80  # characters of an entry in an error
 
 
 class DevicesTextError(AgentError):
-    """The text is not in the form of the contract;
-    the message is the end of a sentence that names pod and key.
+    """The text is not in the form that this module describes;
+    the message is the end of a sentence that names the pod and the annotation.
     """
 
 
@@ -44,7 +44,7 @@ class Assigned(msgspec.Struct, frozen=True):
             it.
         memory_units: in the node's units, of as many MiB as its memory factor says; as written, so
             perhaps negative.
-        cores_percent: as written.
+        cores_percent: of the GPU's compute; as written.
     """
 
     device: str

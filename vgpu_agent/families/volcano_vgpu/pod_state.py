@@ -78,6 +78,9 @@ def _served(
     names: Names,
     segments: Mapping[str, str],
 ) -> dict[str, str]:
+    """Return the desired annotations of a pod that has not failed; none as long as no container of
+    it has started. ``segments`` are those of its GPUs, empty if they need no change.
+    """
     started = [container.name in grants for container in asking]
     if not any(started):
         return {}
@@ -115,8 +118,8 @@ def _segments(
     grants: Mapping[str, Grant],
     segment_of: Callable[[PodContainer, Grant, str], str],
 ) -> dict[str, str]:
-    """Return the GPUs of all containers if the annotation must change;
-    nothing when a scheduler's decision may stay.
+    """Return the annotations `NODE` and `DECISION` (the GPUs of all containers) if they must
+    change; nothing when a scheduler's decision may stay.
     """
     text = pod.annotations.get(DECISION, "")
     present = text.split(SEGMENT_END) if text else [""] * len(asking)
@@ -132,6 +135,7 @@ def _segments(
 
 
 def _segment(grant: Grant, factor: int) -> str:
+    # UUID, memory in units (rounded up), percent of compute
     return write_segment(
         Assigned(share.device, -(-share.memory_mib // factor), share.cores_percent)
         for share in grant.shares

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 
 class Names(msgspec.Struct, frozen=True):
-    """The names of the resources on this node (volcano-vgpu §1.1)."""
+    """The names of the resources on this node (volcano-vgpu §1.1).
+
+    Attributes:
+        number: of the resource by which a container asks for a number of GPUs.
+        memory: for units of memory on each of them.
+        cores: for percent of each one's compute.
+        percentage: for percent of each one's memory.
+    """
 
     number: str = "volcano.sh/vgpu-number"
     memory: str = "volcano.sh/vgpu-memory"
@@ -66,7 +73,7 @@ class ContainerRequest(msgspec.Struct, frozen=True):
     cores_percent: int
 
     def units_on(self, card_units: int) -> int:
-        """Return how many units that is on a GPU of ``card_units``."""
+        """Return how many units that is on a GPU that has ``card_units`` in all."""
         return (
             card_units * self.memory_percent // 100
             if self.memory_units is None
@@ -103,6 +110,7 @@ def read_request(pod: Pod, container: PodContainer, names: Names) -> ContainerRe
     """
 
     def limit(name: str, *, most: int, unit: str) -> int:
+        """Return the limit, 0 where there is none; ``unit`` tells in an error what is expected."""
         if name in container.unreadable_limits:
             raise _refused(pod, container, name, container.unreadable_limits[name], unit)
         value = container.limits.get(name, 0)

@@ -1,12 +1,12 @@
 """Volcano's annotations of vGPUs, as a scheduler reads and writes them; the interface is in
 `families.scheduling`.
 
-In clusters without Volcano, kube-scheduler and the agent's extender place such pods with it. Nodes
-whose cards are divided into MIG instances for each pod are left out, because that needs Volcano's
-scheduler.
+In clusters without Volcano, kube-scheduler and the agent's extender use this module to place pods
+that ask for Volcano's vGPUs. Nodes whose cards are divided into MIG instances for each pod are left
+out, because that needs Volcano's scheduler.
 
-Amounts of memory are in the Node's units. The Node's annotation does not say how large a unit is
-(volcano-vgpu §2.1).
+Amounts of memory are in the Node's units, also in fields that are named after MiB. The Node's
+annotation does not say how large a unit is (volcano-vgpu §2.1).
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ if TYPE_CHECKING:
     from vgpu_agent.families.scheduling import SchedulingOptions
     from vgpu_agent.pods import Pod
 
-MAX_CARDS = 64
+MAX_CARDS = 64  # of a Node, and of one container
+# The largest numbers that are read from a Node's entry of a card. Larger ones count as these, and
+# those with more digits as 0.
 _MOST_CONTAINERS, _MOST_MEMORY = 10_000, 2**31 - 1
 _WHOLE_CORES = 100  # percent of a card; schedulers count with no other number (volcano-vgpu §8)
-_MIG = "mig"
-_LONGEST_NOTE = 200
+_MIG = "mig"  # a Node's mode, or the one that a pod wants: cards are divided into MIG instances
+_LONGEST_NOTE = 200  # characters of a Node's annotation in a message
 _MAX_ENTRIES = 64  # of a list in an annotation
 
 
@@ -57,17 +59,19 @@ class VolcanoScheduling:
     """See `SchedulingFamily`; no state of its own."""
 
     def __init__(self, names: Names, options: SchedulingOptions = DEFAULTS) -> None:
-        """Build it for resources of these names."""
+        """Build it for resources of these names; ``options`` are the operator's decisions on how
+        the pods' annotations are read.
+        """
         self._names, self._options = names, options
 
     @property
     def number_resource(self) -> str:
-        """See `SchedulingFamily`."""
+        """The resource for the number of cards."""
         return self._names.number
 
     @property
     def pod_keys(self) -> PodKeys:
-        """See `SchedulingFamily`; no option renames them."""
+        """The keys of pods that are read and written; no option renames them."""
         names = self._names
         return PodKeys(
             annotations=(DECISION, NODE, WANTED_MODE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID),
@@ -82,7 +86,7 @@ class VolcanoScheduling:
 
     @property
     def key_names(self) -> KeyNames:
-        """See `SchedulingFamily`."""
+        """The names of resources and annotations in explanations; empty where Volcano has none."""
         names = self._names
         return KeyNames(
             number=names.number,
@@ -99,8 +103,8 @@ class VolcanoScheduling:
         )
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
-        """See `SchedulingFamily`; volcano-vgpu §2. ``slots`` is the Node's allocatable number of
-        `number_resource`.
+        """Read a Node's annotations (volcano-vgpu §2). ``slots`` is the Node's allocatable number
+        of `number_resource`: the sum of the places for containers on its cards.
         """
         if slots <= 0:
             return Unfit(Reason.NodeNotVGPUEnabled)
@@ -114,7 +118,7 @@ class VolcanoScheduling:
                 f"expected 1 to {MAX_CARDS} cards of six fields, got "
                 f"{quoted(shortened(text, _LONGEST_NOTE), _LONGEST_NOTE)}",
             )
-        if pieces[-1][5].strip() == _MIG:
+        if pieces[-1][5].strip() == _MIG:  # the mode in the last entry is that of the Node
             return Unfit(Reason.DeviceMIGEnabled, "its cards are divided for each pod (mode mig)")
         uuids = tuple(piece[0] for piece in pieces)
         if len(set(uuids)) < len(uuids) or not all(uuids):
@@ -124,7 +128,7 @@ class VolcanoScheduling:
         return NodeCards(Hardware(tuple(cards), memory_factor=1, is_oversold=False), uuids)
 
     def read_demand(self, pod: Pod) -> PodDemand | None:
-        """See `SchedulingFamily`; volcano-vgpu §8."""
+        """Return the demand of a pod, None if it asks for no vGPU (volcano-vgpu §8)."""
         names = self._names
         asking = names.asking(pod)
         if not asking:
@@ -172,16 +176,19 @@ class VolcanoScheduling:
         return PodDemand(demand, tuple(each.name for each in asking))
 
     def misspelt(self, _pod: Pod) -> Sequence[str]:
-        """See `SchedulingFamily`; Volcano's pods have no annotation with a policy."""
+        """Return nothing: no annotation of Volcano's pods has a policy that could be misspelt."""
         return ()
 
     def grace_seconds(self, _pod: Pod) -> float | None:
-        """See `SchedulingFamily`; Volcano's pods have no annotation for it."""
+        """Return None: no annotation of Volcano's pods says how long cards are kept for the pod
+        until it is bound.
+        """
         return None
 
     def read_holding(self, pod: Pod) -> Holding | None:
-        """See `SchedulingFamily`. Only the annotation `DECISION` counts, the chosen cards, which
-        schedulers write once, and only of bound pods (volcano-vgpu §8). It counts up to as many
+        """Return the cards that a pod holds by its annotations; None if there are none. Only the
+        annotation `DECISION` counts, the chosen cards, which schedulers write once, and only of
+        bound pods (volcano-vgpu §8). It counts up to as many
         segments (the parts of the annotation, one for each container) as containers ask for cards:
         any user can write more, and the kubelet gives other containers no device.
         """
@@ -221,7 +228,7 @@ class VolcanoScheduling:
                 DECISION: devices,
                 TO_ALLOCATE: devices,  # the part of it that has no shares yet: all
                 PHASE: ALLOCATING,  # how far the start has come
-                BIND_TIME: seconds,
+                BIND_TIME: seconds,  # the same time as `TIME`, that of the decision
             },
             labels={},
         )

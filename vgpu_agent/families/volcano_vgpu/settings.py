@@ -30,7 +30,8 @@ from vgpu_agent.config.types import (
 )
 
 FAMILY = "volcano-vgpu"
-STATIC_MIG_FAMILY = "volcano-vgpu-mig"  # existing MIG instances
+# the name, in grants and resources, of the part that offers MIG instances made by somebody else
+STATIC_MIG_FAMILY = "volcano-vgpu-mig"
 # the operating modes, as written in the register annotation (volcano-vgpu §2.1)
 HAMI_CORE, MIG = "hami-core", "mig"
 
@@ -212,10 +213,10 @@ def static_mig_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str
     requested one; empty where it is.
 
     Args:
-        settings: of the other families.
+        settings: all settings; they tell what the other families offer.
         vgpu: with the files of the replaced plugin already applied to it.
     """
-    other = mig_family(settings)
+    other = mig_family(settings)  # the family that offers them as `plugin.migStrategy` says
     strategy = vgpu.mig_strategy or ("none" if other else settings.plugin.mig_strategy)
     instead = ""
     if strategy != "none" and vgpu.operating_mode == MIG:
@@ -235,7 +236,7 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
     vgpu = settings.section(VolcanoVgpu)
     strategy, _ = static_mig_strategy(settings, vgpu)
     # `change_order`: of two equal names, the operator is asked to change the one with the lower
-    # number
+    # number; `prefix`: the text stands for all names that begin with it
     if strategy != "none":
         text = f"{vgpu.mig_resource_prefix}/{'gpu' if strategy == 'single' else 'mig-'}"
         yield OfferedName(
@@ -315,14 +316,15 @@ SETTINGS = FamilySettings(
             "the driver has 10 s to show the instances that nvidia-mig-parted has made"
         ),
     },
-    # As volcano-vgpu-device-plugin names it.
+    # without a flag; the variable is called as in volcano-vgpu-device-plugin
     options=(
         Option("volcanoVgpu.configMapNamespace", flag="", variable="DEVICE_CONFIG_NAMESPACE"),
     ),
-    # Both plugins read the same variables, with different defaults: what sets the second key from
-    # outside the file sets the first one, too.
+    # This plugin and NVIDIA's read the same variables, with different defaults: a flag, a
+    # variable or NVIDIA's file that sets the second key sets the first one, too.
     follows={f"volcanoVgpu.{mode}Enabled": f"plugin.{mode}Enabled" for mode in DEVICE_MODES},
-    # not followed, and reported where it differs from the value in force
+    # not followed; it is reported where it differs from the value in force, which `_hook_path`
+    # returns, and only with HAMi-core (`concerns`), whose directory on the host it would set
     ignored_variables=(
         ForeignVariable(
             "HOOK_PATH",

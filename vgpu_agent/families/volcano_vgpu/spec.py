@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.volcano_vgpu.files import Overlay
 from vgpu_agent.isolation.backend import Backend
 
+# a file of the replaced plugin → the ConfigMap that has it
 _CONFIG_MAPS = {DEVICE_CONFIG: CONFIG_MAP, NODE_CONFIG: NODE_CONFIG_MAP}
 
 
@@ -66,7 +67,7 @@ class _Files(msgspec.Struct, frozen=True):
     Attributes:
         settings: the result.
         device_config: the values of the ConfigMap; None without one.
-        node_config: the same of the node configuration.
+        node_config: the same of the node configuration, a file with other values for single nodes.
         origins: attribute → the file that has set it.
         problems: the faults of the files.
     """
@@ -112,8 +113,9 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
             "divided, and pods that need one divided wait; install nvidia-mig-parted where the "
             "agent runs (manifests/components/mig)"
         )
-    static: tuple[IdFamily, ...] = ()
+    static: tuple[IdFamily, ...] = ()  # existing MIG instances
     if strategy != "none":
+        # how containers get these instances, and the same other devices (GDS …) as with shared GPUs
         lists = msgspec.structs.replace(facts.lists, enabled=options.lists.enabled)
         hidden = options.hidden_uuids, options.hidden_indices
         static = (
@@ -186,6 +188,9 @@ def _read_node_config(settings: Settings, text: str) -> Overlay:
 
 
 def _findings(settings: Settings, text: str) -> Findings:
+    """Return the faults of a node configuration: errors where a value is wrong, otherwise notes
+    about parts that have no effect.
+    """
     config = _read_node_config(settings, text)
     return Findings(notes=config.problems) if config.is_valid else Findings(errors=config.problems)
 
@@ -317,6 +322,7 @@ SPEC = FamilySpec(
         instead="or set volcanoVgpu.isolation to none, which shares without any limit",
     ),
     metrics=METRICS,
+    # of the Node; messages name them, since the removal of the agent takes them off
     node_annotations=("volcano.sh/node-vgpu-*",),
     # written after those by which schedulers count
     progress_annotations=frozenset({PHASE, TIME, TO_ALLOCATE}),

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Component = tuple[int, ...]
-"""The numbers of the cards that are joined by NVLinks, at least two."""
+"""The numbers of the cards that are joined by NVLinks, at least two; also the type of other sets of
+cards.
+"""
 Domain = frozenset[str] | int
 """The rails of a component; where no rails are known, its position among those of its Node."""
 
@@ -143,7 +145,13 @@ def card_sets_near(
     anchor: Anchor, name: str, view: CardsInUse, known: Components | None = None
 ) -> list[tuple[int, Component]]:
     """Return the sets of cards of a Node that are near the peers, each with its nearness, in the
-    order in which they are tried. ``known`` keeps the components of Nodes from call to call.
+    order in which they are tried.
+
+    Args:
+        anchor: the places of the peers.
+        name: the Node's name.
+        view: the Node's cards, with what pods have of them.
+        known: keeps the components of Nodes from call to call.
     """
     if not anchor.peers:
         return []
@@ -268,6 +276,7 @@ def components_of(hardware: Hardware) -> tuple[Component, ...]:
     """Return the components of a Node, also of cards in use."""
     if not hardware.links:
         return ()
+    # pair of cards → the best type of link between them; from `NVLINK` on, a type is an NVLink
     types = {(str(one), str(other)): max(each, default=0) for one, other, each in hardware.links}
     groups = components(
         [str(number) for number in range(len(hardware.cards))],

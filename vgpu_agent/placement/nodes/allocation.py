@@ -132,6 +132,7 @@ def allocate(
     """
     if refusal := _refused_by_node(demand, hardware, taken, unwanted or {}):
         return refusal
+    # what is taken of each card, with the containers that are placed so far
     left: Sequence[Amounts] = taken
     shares: dict[int, tuple[CardShare, ...]] = {}
     numbers = {
@@ -238,8 +239,9 @@ def _refused_by_node(
     ):
         return Refusal(Reason.NodeMemoryTypeMismatch)
     free = _free(hardware, tuple(taken))
+    # the number of cards that the pod wants, of those that take containers
     wanted = free.cards - sum(hardware.cards[number].blocked is None for number in unwanted)
-    most = most_of_a_container(demand)
+    most = most_of_a_container(demand)  # for each amount, that of the container that asks for most
     # where cards differ, a request for a percentage of a card's memory counts as 0 MiB
     slots, memory, cores = total(
         demand, hardware.memory_factor, free.largest_mib if free.are_alike else 0
@@ -327,7 +329,7 @@ def _cards(
         score = 0.0
         if demand.device_policy != NONE:
             slots, memory, cores = taken[number]
-            parts = (
+            parts = (  # the free parts of its slots, memory and compute, from 0 to 1
                 (card.slots - slots) / card.slots,
                 (card.memory_mib - memory) / max(card.memory_mib, 1),
                 (card.cores_percent - cores) / card.cores_percent,

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.nodes.demand import Demand
     from vgpu_agent.pods import ContainerKind
 
-# Demands whose verdicts are kept, how many for each, and how many in all. Pods of many sizes come
-# in turn, and a new demand has to be compared with each state.
+# Demands whose verdicts (results of comparing a demand with a state) are kept, how many for each,
+# and how many in all. Pods of many sizes come in turn, and a new demand has to be compared with
+# each state.
 _MAX_DEMANDS, _MAX_OF_A_DEMAND, _MAX_VERDICTS = 128, 8192, 262_144
 # Demands with which a changed Node is compared at once, each in some 0.05 ms.
 _PREPARED_DEMANDS = 16
-# States that are kept for reuse, of all hardware together: a few times the Nodes of a large
-# cluster.
+# States that are kept for reuse, of all kinds of `Hardware` (the cards of a Node without UUIDs)
+# together: a few times the Nodes of a large cluster.
 _MAX_STATES = 16_384
 
 
@@ -109,9 +110,10 @@ class CardsInUse(msgspec.Struct, frozen=True):
     Attributes:
         hardware: its cards.
         taken: by card, what pods take of it.
-        uuids: of the cards, by number.
+        uuids: of the cards, by number: the place of a card in ``hardware.cards``, from 0.
         holdings: UID of a pod → what it holds.
-        footprints: UID of a pod → card → what it takes of it.
+        footprints: UID of a pod → number of a card → what the pod takes of it at most, because not
+            all of its containers run at the same time.
         rails: by number of the card, the network that it is nearest to (`NodeCards`).
         state: a number that is equal for Nodes that share a `State`; valid until the book changes.
     """
@@ -193,6 +195,7 @@ class _StateLimit:
     __slots__ = ("_kinds", "_number")
 
     def __init__(self, kinds: Mapping[Hardware, _States]) -> None:
+        # the states of each hardware, and the number of all
         self._kinds, self._number = kinds, 0
 
     def take(self) -> None:
@@ -240,6 +243,7 @@ class Book:
         self._node_of: dict[str, str] = {}  # UID of a pod → its Node
         self._states: dict[Hardware, _States] = {}
         self._limit = _StateLimit(self._states)
+        # demand → state → verdict; the demand that was used last comes last
         self._verdicts: collections.OrderedDict[Demand, dict[object, _Verdict]] = (
             collections.OrderedDict()
         )
@@ -429,6 +433,7 @@ class Book:
                 by_name and rank_ == best_rank and name < best
             ):
                 best, best_rank = name, rank_
+            # (for a demand that names cards by UUID, Nodes in one state may differ)
             if not by_name and not demand.names_cards:
                 no_better = nodes[name].state
         if best:
@@ -476,8 +481,8 @@ class Book:
     def survey(self, demand: Demand, named: Iterable[Reason]) -> Survey:
         """Compare a demand with all Nodes with cards, not only with those that a scheduler has
         named; if no Node has cards, return why. A demand that names cards by UUID would have to be
-        compared with each Node. So for such a demand the result has the reasons of the named Nodes,
-        and others may fit.
+        compared with each Node. So for such a demand the result has the reasons in ``named``, which
+        are those of the Nodes that the scheduler has named, and others may fit.
         """
         if demand.names_cards:
             found = set(named)
@@ -589,7 +594,9 @@ def _without(node: _Node, uid: str) -> State | None:
 
 
 def holding_of(name: str, uuids: Sequence[str], demand: Demand, placed: Placement) -> Holding:
-    """Return a placement on a Node by UUIDs."""
+    """Return what a pod holds by a placement on the Node ``name``: its cards by UUID, no longer by
+    number.
+    """
     return Holding(
         name,
         tuple(each.kind for each in demand.containers),

@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets: the disruptions that they allow, and the victims beyond that.
+"""PodDisruptionBudgets: the disruptions that they allow, and preemption victims beyond that.
 
 The disruption controller keeps the number of allowed disruptions in the budget's status, and
 kube-scheduler counts victims against it. So does this module. An empty selector selects all pods of
@@ -83,6 +83,7 @@ class Budgets:
 
     def __init__(self) -> None:
         self._by_namespace: dict[str, dict[str, Budget]] = {}
+        # the budgets that select pods of (namespace, labels)
         self._concerning: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[Budget, ...]] = {}
 
     def put(self, budget: Budget) -> None:
@@ -141,7 +142,7 @@ class LossCount:
         )
 
     def lose(self, pod: SchedulingFacts) -> bool:
-        """Count a loss; tell whether all budgets allow it."""
+        """Count a loss, also one that is not allowed; tell whether all budgets allow it."""
         allowed = True
         for budget in self._budgets.of(pod):
             left = self._left[budget.key] = self._left.get(budget.key, budget.allowed) - 1

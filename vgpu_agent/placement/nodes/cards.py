@@ -16,8 +16,9 @@ class Card(msgspec.Struct, frozen=True, cache_hash=True):
     Attributes:
         blocked: why no new container may get a share of it; None where one may.
         model: the product name.
-        memory_mib: the memory with which it is offered.
-        cores_percent: the compute with which it is offered.
+        memory_mib: the memory with which its Node offers it, more or less than it has; in MiB, or
+            in the Node's units where its annotation does not say how large a unit is.
+        cores_percent: the compute with which its Node offers it, in percent of what it has.
         slots: the number of containers that may share it.
         numa: its NUMA node; None where it is not known.
     """
@@ -36,7 +37,7 @@ class Hardware(msgspec.Struct, frozen=True, cache_hash=True):
 
     Attributes:
         cards: by number.
-        memory_factor: MiB in one unit of a pod's request.
+        memory_factor: how much of a card's ``memory_mib`` one unit of a pod's request is.
         is_oversold: the cards are offered with more memory than they have.
         links: (card, other card, types of the link), sorted; empty where they are not known. The
             larger the type, the closer the cards: 7 is one NVLink, 8 are two (vgpu-manager §3).
@@ -49,7 +50,7 @@ class Hardware(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class NodeCards(msgspec.Struct, frozen=True):
-    """The content of a Node's annotations.
+    """What a Node's annotations say about its cards.
 
     Attributes:
         hardware: its cards.

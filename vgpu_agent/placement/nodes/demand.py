@@ -52,7 +52,9 @@ class Demand(msgspec.Struct, frozen=True, cache_hash=True):
         containers: those that ask for cards, init containers and sidecars first.
         node_policy: ``binpack``, ``spread`` or ``none``, over Nodes.
         device_policy: the same, over the cards of a Node.
-        topology_mode: ``none``, ``numa``, ``numa-strict``, ``link`` or ``link-strict``.
+        topology_mode: ``none``, ``numa``, ``numa-strict``, ``link`` or ``link-strict``: a
+            container's cards are to be of one NUMA node, or joined by links; with ``-strict`` there
+            is no fallback.
         memory_policy: `VIRTUAL` for Nodes that offer more memory than their cards have, `PHYSICAL`
             for all other Nodes, or empty for both.
         include_types: a card's product name must contain one of these words, if there are any.
@@ -61,7 +63,7 @@ class Demand(msgspec.Struct, frozen=True, cache_hash=True):
         include_uuids: a card's UUID must contain one of these texts, if there are any.
         exclude_uuids: it must contain none of these.
         aligned: the pod is to be placed near its peers: on cards with NVLinks to theirs or, on
-            other Nodes, on the same network rails (`alignment`).
+            other Nodes, on the same network rails. A rail is the network that a card is nearest to.
     """
 
     containers: tuple[ContainerDemand, ...]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Fitness, and the least type of link with which cards count as linked (vgpu-manager §5.4, §5.6):
 # NVLink, PCIe switch, NUMA node, any.
 _LINK_FITNESS = ((5, 7), (4, 4), (3, 2), (2, 1))
-_MIB_PER_WEIGHT = 1024
+_MIB_PER_WEIGHT = 1024  # of memory, for as much weight as one slot or 100 % of the compute
 
 
 def rank(
@@ -31,7 +31,10 @@ def rank(
     taken: Sequence[Amounts],
     footprint: Mapping[int, Amounts],
 ) -> tuple[int, float]:
-    """Return how good a Node on which the pod fits is: of two, the larger is better.
+    """Return how good a Node on which the pod fits is: of two, the larger is better. First counts
+    how well its cards suit the pod's topology mode, then its score for the pod's node policy.
+
+    `Amounts` are (slots, MiB of memory, percent of compute).
 
     Args:
         demand: of the pod.
@@ -78,6 +81,10 @@ def _score(
     taken: Sequence[Amounts],
     footprint: Mapping[int, Amounts],
 ) -> float:
+    """Return 0 to 1: for ``binpack`` the part of the Node's cards that is in use with the pod, for
+    ``spread`` the part that is free without it; 0 without a node policy. Slots, memory and compute
+    count by `_weights`.
+    """
     if demand.node_policy == NONE:
         return 0.0
     pack = demand.node_policy == BINPACK

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# the caller sets no time limit
 NEVER_OVER: Callable[[], bool] = lambda: False  # noqa: E731 - a constant of a function's type
 
+# A strict topology mode refuses the pod where its cards cannot be joined as it demands; the other
+# only prefers cards that are.
 _WITHOUT_STRICT = {LINK_STRICT: LINK, NUMA_STRICT: NUMA}
 
 
@@ -45,8 +48,8 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         views: the Nodes.
         refusal: why the pod does not fit on them; None where it does.
-        cards: reason → the number of cards of one Node that it concerns, also where the Node as a
-            whole is refused; see `card_reasons`.
+        cards: reason why a card cannot serve the pod → the number of cards of one Node that it
+            concerns, also where the Node as a whole is refused.
     """
 
     views: tuple[NodeView, ...]
@@ -128,15 +131,15 @@ def copies(
     whatever order Nodes are chosen.
 
     Args:
-        groups: of the demand.
+        groups: the result of `grouped` for the demand.
         demand: of each pod.
-        is_over: tells when to stop.
+        is_over: tells whether the caller's time is over.
     """
     count = 0
     one_by_one = _CardByCard(demand) if _takes_any_card(demand) else None
     for group in groups:
         view = group.views[0]
-        if not group.fits or view.state is None:
+        if not group.fits or view.state is None:  # None: the Node can take no pod
             continue
         unwanted = view.unwanted(demand)  # the cards that the demand excludes
         if one_by_one is not None:
@@ -157,7 +160,8 @@ class _CardByCard:
     """Counts the pods of a demand that fit on single cards. Equal cards of which equal parts are
     taken are counted once.
 
-    State: the kinds of cards seen so far, and the pods that fit by kind and what is taken.
+    State: the kinds of cards seen so far, and how many pods fit on a card, by its kind and what is
+    taken of it.
     """
 
     def __init__(self, demand: Demand) -> None:
@@ -210,6 +214,7 @@ def _placed(
     """Place pods of a demand one after the other until no more fits."""
     while isinstance(placed := allocate(demand, hardware, taken, unwanted), Placement):
         yield placed
+        # `footprint`: number of a card → the amounts that the pod takes of it
         taken = tuple(
             add(amounts, placed.footprint.get(number, NOTHING))
             for number, amounts in enumerate(taken)
@@ -218,6 +223,7 @@ def _placed(
 
 def emptied(views: Sequence[NodeView]) -> list[NodeView]:
     """Return the Nodes as they would be without any pod."""
+    # by id of the hardware: equal Nodes share one state, by which `_alike` groups them
     states: dict[int, State] = {}
     found = []
     for view in views:
@@ -260,7 +266,8 @@ def _alike(demand: Demand, views: Sequence[NodeView]) -> list[list[NodeView]]:
     for view in views:
         key: object = view.unfit  # why the Node can take no pod at all
         if view.state is not None:
-            # a demand that names cards by UUID may have another result on each Node
+            # Nodes with equal cards that are equally in use share one state. But a demand that
+            # names cards by UUID may have another result on each Node.
             key = view.name if demand.names_cards else id(view.state)
         alike.setdefault(key, []).append(view)
     return list(alike.values())
@@ -274,6 +281,7 @@ def _group(demand: Demand, views: Sequence[NodeView]) -> Group:
     cards: Mapping[Reason, int] = {}
     if (state := view.state) is not None:
         cards = card_reasons(demand, state.hardware, state.taken, view.unwanted(demand))
+    # where each container would fit alone, the reasons are those of the refusal
     return Group(tuple(views), found, cards or found.cards)
 
 

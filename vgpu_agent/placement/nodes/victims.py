@@ -52,10 +52,12 @@ class Victim(msgspec.Struct, frozen=True):
     Attributes:
         uid: of the pod.
         facts: the facts about it; None where the watch has not shown it.
-        footprint: card → the amounts that it takes of it; empty where it holds nothing.
+        footprint: index of a card → the amounts that it takes of it (slots, MiB of memory, percent
+            of compute); empty where it holds nothing.
         protected: why it must not be preempted; empty where it may be.
         near: it is on cards near the peers of the preemptor: with NVLinks to theirs or, if the
-            peers are on other Nodes, on the same network rails (`alignment`).
+            peers are on other Nodes, on the same network rails (the networks that cards are nearest
+            to, `alignment`).
     """
 
     uid: str
@@ -86,7 +88,7 @@ def by_importance(victim: Victim) -> tuple[int, float, str]:
 
 
 class Verdicts:
-    """The known results of placing one demand.
+    """The known results of placing one demand on cards: whether it fits.
 
     State: the results by hardware and by the state of the cards (`Room.fits`).
     """
@@ -114,14 +116,15 @@ class Room:
         unwanted: Mapping[int, Reason],
         verdicts: Verdicts | None = None,
     ) -> None:
-        """Begin with the amounts ``taken``. The pod cannot use cards in ``unwanted``. Rooms for one
-        demand may share ``verdicts``.
+        """Begin with the amounts ``taken``, one for each card. The pod cannot use cards in
+        ``unwanted`` (index of a card → why). Rooms for one demand may share ``verdicts``.
         """
         self._demand, self._hardware, self._unwanted = demand, hardware, unwanted
         self._taken = list(taken)
         # A single container fits where enough cards have room; of several, one may take what
         # another would have needed, so with fewer pods they may even fit worse.
         self.is_simple = len(demand.containers) == 1
+        # different cards of the container that asks for most
         self._most_cards = demand.most_cards
         self._verdicts = (verdicts or Verdicts()).of(hardware)
         self._usable = [
@@ -186,6 +189,7 @@ class Room:
         return self._known(tuple(self._has_room))
 
     def _known(self, key: tuple[object, ...]) -> bool:
+        """Tell whether `allocate` finds cards; ``key`` is all of the cards' state that matters."""
         if (found := self._verdicts.get(key)) is None:
             found = self._verdicts[key] = isinstance(
                 allocate(self._demand, self._hardware, self._taken, self._unwanted), Placement
@@ -235,6 +239,9 @@ def choose_victims(
 
 
 def _counted(budgets: Budgets, proposed: Iterable[Victim]) -> LossCount:
+    """Return a new count of losses against the disruption budgets, which the proposed victims have
+    begun to use up.
+    """
     count = budgets.count()
     for victim in proposed:
         if victim.facts is not None:
@@ -246,7 +253,8 @@ def _added(
     room: Room, pool: Sequence[Victim], begin: Callable[[], LossCount]
 ) -> tuple[Victim, ...] | None:
     """Return the cheapest victims from the pool without which the pod fits, within budgets; None if
-    there are none. The room is left as it was.
+    there are none. The room is left as it was. ``begin`` returns a new count of losses, with only
+    the proposed victims in it.
     """
     while True:
         found = [_least(room, order) for order in _orders(pool, begin())]
@@ -272,9 +280,9 @@ def _excess(victims: Iterable[Victim], count: LossCount) -> set[str]:
 
 def _orders(pool: Sequence[Victim], count: LossCount) -> Iterable[list[Victim]]:
     """Yield the pool in two orders in which its pods may be put back. In both, those that are more
-    than a budget allows come first, then the most important. In the second, of pods with equal
-    priority those come first whose cards have the most pods of the pool, so that a card with few is
-    emptied.
+    than a budget allows come first; among equals, those that are not being deleted, then those that
+    are not `near`, then the most important. In the second, of pods with equal priority those come
+    first whose cards have the most pods of the pool, so that a card with few is emptied.
     """
     violating = _excess(pool, count)
     on_card: dict[int, int] = {}

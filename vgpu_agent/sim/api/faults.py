@@ -1,9 +1,9 @@
 """The faults in answers of the simulated API server, and the entries of its log of requests.
 
-A `Fault` selects requests and an effect on them. Tests put some into ``ApiServer.faults``, where
-the first that matches is used up. The kinds are those that clusters show their clients: load
-balancers that answer HTML, watches that end at once or never, histories that were compacted,
-answers that got lost although the write was done.
+A `Fault` selects requests and an effect on them. Tests put some into ``ApiServer.faults``. The
+first that matches a request takes effect, as often as its ``times`` say. The kinds are those that
+clusters show their clients: load balancers that answer HTML, watches that end at once or never,
+histories that were compacted, answers that got lost although the write was done.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ class Request:
 
 
 def take(faults: list[Fault], request: Request) -> Fault | None:
-    """The fault that hits this request, used up once; None when it passes unharmed."""
+    """Return the fault that hits this request, and count its ``times`` down; None when the request
+    passes unharmed.
+    """
     for fault in faults:
         if not fault.matches(request):
             continue

@@ -108,14 +108,16 @@ class ObjectStore:
     """
 
     def __init__(self, *, history: int = 10_000) -> None:
+        # the resource version of the last change; watches wait for a newer one
         self.revision: Latest[int] = Latest(1)
+        # resource → (namespace, name) → object
         self._objects: dict[str, dict[tuple[str, str], Object]] = {
             resource: {} for resource in KINDS
         }
         self._history: list[Change] = []
         self._max_history = history
         self._forgotten = 0  # the version up to which changes are no longer in the history
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1)  # the ends of generated names
 
     @property
     def version(self) -> int:
@@ -389,6 +391,7 @@ def _merged(target: Any, patch: Any, *, strategic: bool = False, field: str = ""
 
 
 def _keep(before: Mapping[str, Any], after: Object, key: str) -> None:
+    """Give ``after`` the value that ``before`` has under ``key``, or none where it has none."""
     if key in before:
         after[key] = before[key]
     else:

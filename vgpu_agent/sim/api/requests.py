@@ -42,7 +42,9 @@ _TRUE = ("true", "1", "True")
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-    """A fieldSelector: terms that must all hold."""
+    """A fieldSelector: terms that must all hold. Each has the dotted path of a field, whether the
+    field must be equal (or else unequal), and the value.
+    """
 
     terms: tuple[tuple[str, bool, str], ...] = ()
 

@@ -433,7 +433,7 @@ class ApiServer:
                     await response.write(_event("ADDED", item))
         bookmarks = request.query.get("allowWatchBookmarks", "") in ("true", "1", "True")
         while True:
-            seen = self.objects.revision.version
+            seen = self.objects.revision.version  # advances with each change, and is no `position`
             changes = self.objects.changes_after(position)
             for change in changes:
                 position = change.version

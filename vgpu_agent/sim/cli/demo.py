@@ -43,7 +43,7 @@ _GPU = "nvidia.com/gpu"
 _REPLICAS = 4
 _QUIET_SECONDS = 2  # how long a GPU must answer without a new fault before it is offered again
 _SCENES = 9  # five here, and one of each of the other stories
-_FOLLOW_SECONDS = 0.5
+_FOLLOW_SECONDS = 0.5  # how often the staying demo asks the agent for changes, to tell them
 _PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that the README's commands work
 # signals that end the demo, besides Ctrl-C
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
@@ -153,6 +153,7 @@ class _Demo:
             constants={"vgpu_agent.gpu.watch:POLL_SECONDS": 1.0},
         )
         try:
+            # `counting`: a terminal shows for how long the next line has been awaited
             async with self._narrator.counting():
                 await self._scenes()
                 await play_volcano(self._directory / "volcano", self._narrator)
@@ -324,7 +325,7 @@ The page of this node: http://{agent.public_address}/"""
         it makes of changes of the node.
         """
         death = asyncio.ensure_future(self._agent.wait(timeout_seconds=math.inf))
-        told = await self._state()
+        told = await self._state()  # the last state that was told
         while not ended.done():
             either: list[asyncio.Future[Any]] = [death, ended]
             await asyncio.wait(either, timeout=_FOLLOW_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -360,6 +361,9 @@ The page of this node: http://{agent.public_address}/"""
         }
 
     def _tell_changes(self, before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+        """Tell what differs between two results of `_state`; return the later one that is not
+        empty.
+        """
         for part, state in now.items():
             if state != before.get(part, state):
                 self._narrator.say(f"   {time.strftime('%H:%M:%S')} {part}: {state}")

@@ -41,7 +41,8 @@ _CONSTANTS = {
 
 
 async def play_mps(directory: Path, narrator: Narrator) -> None:
-    """Play the story below ``directory``, which must have a short path.
+    """Play the story below ``directory``, which must have a short path, because sockets are made in
+    it.
 
     Raises:
         AgentError: a check failed; the message holds the agent's last lines.
@@ -102,6 +103,15 @@ class _Story:
         pipe: Path,
         narrator: Narrator,
     ) -> None:
+        """Build it.
+
+        Args:
+            kubelet: the kubelet of the node, which is listening.
+            agent: the agent, not started yet.
+            tools: the stand-ins for NVIDIA's programs.
+            pipe: the directory in which the MPS daemon makes its pipes, and clients find it.
+            narrator: prints the scenes and counts the checks.
+        """
         self._kubelet, self._agent, self._tools, self._pipe, self._narrator = (
             kubelet,
             agent,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.vgpu_manager.formats import Claim
 
 _NUMBER, _CORES, _MEMORY = (f"nvidia.com/vgpu-{name}" for name in ("number", "cores", "memory"))
+# annotations: of a Node, about its cards and its settings; of a pod, from the scheduler; of a pod,
+# from its owner
 _REGISTER, _CONFIG = "nvidia.com/node-device-register", "nvidia.com/node-config-info"
 _PLANNED, _NODE = "nvidia.com/pre-allocated", "nvidia.com/predicate-node"
 _TYPE, _NODE_POLICY = "nvidia.com/include-gpu-type", "nvidia.com/node-scheduler-policy"
@@ -45,7 +47,7 @@ _TRAINING, _INFERENCE = 17, 50  # numbers of pods
 _SHOWN = "infer-042"  # the pod whose annotations are shown
 # What the pod that has to wait asks for, of A100s, which have 40 % left.
 _BIG = {_NUMBER: 4, _CORES: 60, _MEMORY: 20_000}
-_SECONDS = 30.0
+_SECONDS = 30.0  # the longest wait for what a scene expects
 
 
 async def play_scheduler(directory: Path, narrator: Narrator) -> None:
@@ -104,7 +106,7 @@ class _Story:
         self._extender, self._narrator = extender, narrator
 
     async def play(self, started_seconds: float) -> None:
-        """Play all scenes in order; the extender is ready since it was started so long ago.
+        """Play all scenes in order; the extender was ready ``started_seconds`` after its start.
 
         Raises:
             AgentError: a check failed.
@@ -165,6 +167,7 @@ class _Story:
             f"{condition['status']}: {condition['message']}"
         )
         self._narrator.say(f"     why, by `vgpu-agent why {_NAMESPACE}/big`:")
+        # `missing`: what it lacks; `changes`: of the pod, with which it would fit now
         found = await self._extender.why(f"{_NAMESPACE}/big")
         for sentence in (*found["missing"], *found["changes"]):
             self._narrator.say(f"     * {sentence}")
@@ -232,7 +235,8 @@ class _Story:
         return {card["uuid"]: card for card in json.loads(annotations[_REGISTER])}
 
     def _most_taken(self) -> Mapping[str, float]:
-        """Return how much of its compute, memory and slots the fullest card has taken.
+        """Return the largest part of one card's compute that pods have, and the same of memory and
+        of slots; 1 is all.
 
         Raises:
             SimulationError: a pod has a card that its Node does not have.
@@ -286,6 +290,7 @@ def _nodes() -> Iterable[Object]:
 
 
 def _described(name: str, register: str) -> Object:
+    """Return a Node as its agent describes it; ``register`` is the annotation about its cards."""
     config = {"deviceSplit": _SLOTS, "coresScaling": 1, "memoryFactor": 1, "memoryScaling": 1}
     return {
         "metadata": {
@@ -297,7 +302,9 @@ def _described(name: str, register: str) -> Object:
 
 
 def _register(place: int, product: str, memory_mib: int) -> str:
-    """Return the annotation by which a Node tells its cards (vgpu-manager §13.1)."""
+    """Return the annotation by which a Node tells its cards (vgpu-manager §13.1); ``place`` is the
+    number of the Node, by which the UUIDs of its cards differ from those of other Nodes.
+    """
     return json.dumps(
         [
             {

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.cluster import SimulatedCluster
 
 _NUMBER, _CORES, _MEMORY = (f"nvidia.com/vgpu-{name}" for name in ("number", "cores", "memory"))
-_REGISTER = "nvidia.com/node-device-register"
+_REGISTER = "nvidia.com/node-device-register"  # an annotation: the node's GPUs
 # the claims as the scheduler has planned them, and as the agent has granted them
 _PLANNED, _REAL = "nvidia.com/pre-allocated", "nvidia.com/real-allocated"
-_PHASE = "nvidia.com/assigned-phase"
+_PHASE = "nvidia.com/assigned-phase"  # a label: how far the pod's assignment has come
 _SCHEDULER = "vgpu-scheduler"
 # pod → the limits of each of its containers
 _ASKED = {
@@ -53,6 +53,7 @@ vgpuControl:
 
 async def play_vgpu_manager(directory: Path, narrator: Narrator) -> None:
     """Play the story below ``directory``, which must have a short path: sockets are in it.
+    ``narrator`` prints it, and fails the demo when something that it is to prove does not hold.
 
     Raises:
         AgentError: a check failed; the message holds the agent's last lines.
@@ -126,7 +127,7 @@ class _Story:
             _REGISTER in cluster.node_object()["metadata"].get("annotations", {}),
             f"the Node offers {offered()} × {_NUMBER} and describes its GPUs to the scheduler",
         )
-        await cluster.start_extender()
+        await cluster.start_extender()  # the stand-in for vgpu-manager's scheduler
 
     async def _pods_run(self) -> None:
         for name, limits in _ASKED.items():
@@ -148,7 +149,7 @@ class _Story:
             for container, cards in (read_claims(self._written(name, _PLANNED)) or {}).items():
                 (received,) = self._cluster.starts(name, container)
                 expected = {"NVIDIA_VISIBLE_DEVICES": ",".join(card.uuid for card in cards)}
-                for card in cards:
+                for card in cards:  # `index`: the card's number on the node
                     expected[f"CUDA_MEM_LIMIT_{card.index}"] = f"{card.memory}m"
                     expected[f"CUDA_CORE_LIMIT_{card.index}"] = str(card.cores)
                 got = {key: received.environment.get(key, "") for key in expected}

@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.cli.narrator import Narrator
     from vgpu_agent.sim.cluster import SimulatedCluster
 
+# The resources that the pods ask for: GPUs, and of each the memory and the compute.
 _NUMBER, _MEMORY, _CORES = (
     "volcano.sh/vgpu-number",
     "volcano.sh/vgpu-memory",
     "volcano.sh/vgpu-cores",
 )
+# Annotations: of a pod, the cards that the scheduler has chosen; of the Node, its cards.
 _IDS, _REGISTER = "volcano.sh/vgpu-ids-new", "volcano.sh/node-vgpu-register"
 _MEMORY_MIB, _CORES_PERCENT = 3000, 50
 _PODS = ("infer-a", "infer-b")
+# The variables of a container that the demo shows: its card, and the limits of memory and compute.
 _SHOWN = ("NVIDIA_VISIBLE_DEVICES", "CUDA_DEVICE_MEMORY_LIMIT_0", "CUDA_DEVICE_SM_LIMIT")
 
 _CONFIG = """\
@@ -59,7 +62,7 @@ async def play_volcano(directory: Path, narrator: Narrator) -> None:
         AgentError: a check failed, or something did not happen in time. The message has the last
             lines of the agent's log.
     """
-    # They need the extra packages of the simulation, and this module is imported without them.
+    # These need the extra packages of the simulation, and this module is imported without them.
     from vgpu_agent.sim.cluster import SimulatedCluster  # noqa: PLC0415
     from vgpu_agent.sim.stand_in_library import deliver_stand_in_library  # noqa: PLC0415
     from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415
@@ -180,6 +183,7 @@ class _Story:
         )
 
     async def _show_evidence(self) -> None:
+        """Show the agent's evidence: the sentences that say how it knows the pod of each start."""
         self._narrator.say(
             "   the owner of each share and the evidence for it, from /debug/allocations:"
         )

@@ -2,7 +2,7 @@
 Used by `demo`, `demo_volcano`, `demo_vgpu_manager`, `demo_scheduler` and `demo_mps`.
 
 Lines are wrapped to the width of the terminal, and to 80 columns elsewhere. Only a terminal gets
-colours, and a line that counts the seconds of what is awaited.
+colours, and a line that counts the seconds until the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _COLUMNS = 80
 _WIDEST = 100  # longer lines are hard to read
 _TICK_SECONDS = 0.5
-_CLEARED = "\r\033[K"
+_CLEARED = "\r\033[K"  # to the beginning of the line, which is erased
 _SCENE, _HOLDS, _WAITS = "1;36", "32", "2"  # SGR: bold cyan, green, dim
 
 
@@ -65,7 +65,8 @@ class Narrator:
 
         Args:
             line: the text.
-            style: of its first word on a terminal (SGR); of the whole line for a scene.
+            style: of its first character on a terminal, a mark such as ✓ (the SGR parameters); of
+                the whole line for a scene.
         """
         for paragraph in line.split("\n"):
             self.command("\n".join(self._wrapped(paragraph)), style=style)

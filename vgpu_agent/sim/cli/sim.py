@@ -21,7 +21,7 @@ from vgpu_agent.sim.processes import ProcessUse
 from vgpu_agent.sim.state import RECOVERY_ACTIONS, GpuDescription, SimulatedNode
 
 _LONGEST_SECONDS: Final = 86400
-_MAX_TIMES: Final = 1_000_000
+_MAX_TIMES: Final = 1_000_000  # how often a fault may come at most, unless it comes for ever
 _EXAMPLES: Final = """\
 examples:
   vgpu-agent sim create /tmp/node --gpus 8 --model A100-SXM4-80GB --numa-nodes 2
@@ -67,6 +67,9 @@ def _action(
     directory: bool = True,
     gpu: bool = False,
 ) -> argparse.ArgumentParser:
+    """Add an action that ``run`` carries out. With ``directory`` it takes the argument DIR, with
+    ``gpu`` the flag ``--gpu``.
+    """
     parser = actions.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + "."
     )
@@ -180,6 +183,7 @@ def _add_create(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="replace a node that is there; restart agents that use it",
     )
+    # for arguments that do not go together: prints a message and exits with status 2
     parser.set_defaults(refuse=parser.error)
 
 
@@ -472,6 +476,7 @@ def _process(arguments: argparse.Namespace) -> int:
         gpu_instance=gpu_instance,
         compute_instance=compute_instance,
     )
+    # this process becomes the one that uses the GPU, until it is ended
     hold(arguments.directory, arguments.gpu, use, seconds=arguments.seconds)
     return 0
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
+    # `Endpoint.watch` says when these are called.
     OnList: TypeAlias = "Callable[[Endpoint, messages.ListAndWatchResponse], Awaitable[None]]"
     OnEnd: TypeAlias = "Callable[[Endpoint, str], Awaitable[None]]"
 
@@ -50,6 +51,7 @@ class Endpoint:
     """The kubelet's client of a device plugin, in use from `connect` until its stream ends.
 
     Attributes:
+        options: the plugin's answer to GetDevicePluginOptions; None until it has been asked.
         timings: of every call that succeeded, oldest first.
         stopped_at: when its stream ended (`time.monotonic`), set by `kubelet`; None before.
     """
@@ -65,14 +67,16 @@ class Endpoint:
             options=[
                 ("grpc.default_authority", "localhost"),
                 ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                # no connection is shared with an earlier plugin on the same path
                 ("grpc.use_local_subchannel_pool", 1),
             ],
         )
-        self._hung_up = False
+        self._hung_up = False  # the connection was dropped by `hang_up`
         self._watching: asyncio.Task[None] | None = None
 
     async def connect(self, *, asks_options: bool = True) -> None:
-        """Dial, and ask for the options, as kubelet does before it answers Register (kubelet V1).
+        """Dial, and ask for the options, as kubelet does before it answers Register (kubelet V1);
+        a kubelet before 1.25 does not ask (``asks_options`` is False).
 
         Raises:
             CallFailedError: no server answers on the socket, or the plugin refuses.
@@ -126,7 +130,8 @@ class Endpoint:
     async def prefer(
         self, available: Sequence[str], must_include: Sequence[str], size: int
     ) -> list[str]:
-        """GetPreferredAllocation for one container.
+        """Call GetPreferredAllocation for one container, which gets ``size`` ids; return those that
+        the plugin prefers.
 
         Raises:
             CallFailedError: the call failed.
@@ -145,7 +150,7 @@ class Endpoint:
         )
 
     async def allocate(self, ids: Sequence[str]) -> messages.ContainerAllocateResponse:
-        """Allocate for one container; only the first element of the answer is read.
+        """Call Allocate for one container; only the first element of the answer is read.
 
         Raises:
             CallFailedError: refused, or an answer without elements.
@@ -159,7 +164,7 @@ class Endpoint:
         return answer
 
     async def pre_start(self, ids: Sequence[str]) -> None:
-        """PreStartContainer.
+        """Call PreStartContainer for the ids of one container.
 
         Raises:
             CallFailedError: refused, or not answered in time.
@@ -194,7 +199,7 @@ class Endpoint:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=response.FromString,
         )
-        if self._hung_up:  # between two calls of one admission
+        if self._hung_up:  # between two calls for one pod that is being admitted
             raise CallFailedError(self._stopped())
         began = time.monotonic()
         try:

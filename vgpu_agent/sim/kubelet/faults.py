@@ -15,9 +15,10 @@ class Call:
     """One thing that happened: a call received or made, a stream opened or ended.
 
     Attributes:
-        what: ``Register``, ``GetDevicePluginOptions``, ``stream opened``, ``list``,
-            ``stream ended``, ``GetPreferredAllocation``, ``Allocate``, ``PreStartContainer``,
-            ``List``, ``Get``, ``GetAllocatableResources``, ``pod deleted``.
+        what: ``Register``, ``GetDevicePluginOptions``, ``stream opened``, ``list`` (one has come
+            through a stream), ``stream ended``, ``GetPreferredAllocation``, ``Allocate``,
+            ``PreStartContainer``; of the pod-resources API ``List``, ``Get`` and
+            ``GetAllocatableResources``; ``pod deleted``.
         resource: the resource it was about; empty for the last four.
         at: `time.monotonic` seconds.
         facts: e.g. ``endpoint``, ``ids``, ``error``, ``healthy``, ``seconds``.

@@ -71,7 +71,8 @@ class Pod:
 
 class SimulatedKubelet:
     """The kubelet of a node whose root directory is ``directory``; `start` makes
-    ``device-plugins/`` and ``pod-resources/`` below it.
+    ``device-plugins/`` and ``pod-resources/`` below it. ``seed`` determines what is random: the
+    UIDs of pods, and the order in which the resources of a container are allocated.
 
     State: registrations and admitted pods; allocations are also in the checkpoint, from which
     `restart` begins.
@@ -80,10 +81,12 @@ class SimulatedKubelet:
     def __init__(self, directory: Path, *, seed: int = 0) -> None:
         self.directory = directory
         self.plugins = directory / "device-plugins"
-        self.faults = Faults()
+        self.faults = Faults()  # switches with which tests make it misbehave
+        # what has happened, oldest first: calls, lists received, streams opened and ended
         self.calls: list[Call] = []
         self.pods: dict[str, Pod] = {}
         self._records = Records(self.plugins)
+        # resource → the plugin that was registered last; it stays when its stream has ended
         self._endpoints: dict[str, Endpoint] = {}
         # resource → the last registration, until a stream of the resource ends
         self._clients: dict[str, Endpoint] = {}
@@ -162,7 +165,7 @@ class SimulatedKubelet:
         twenty times a second.
 
         Raises:
-            TimeoutError: it does not come true in time; the message has the events so far.
+            TimeoutError: it does not come true in time; the message has the last of `calls`.
         """
         try:
             async with asyncio.timeout(timeout_seconds), self._changed:
@@ -177,12 +180,12 @@ class SimulatedKubelet:
             ) from None
 
     def called(self, what: str, resource: str = "") -> list[Call]:
-        """The calls of that kind, oldest first."""
+        """The entries of `calls` of the kind ``what``, oldest first; with ``resource`` only those
+        about it.
+        """
         return [
             call for call in self.calls if call.what == what and resource in {"", call.resource}
         ]
-
-    # Pods
 
     def timings(self, method: str, resource: str, *, since: float) -> list[Timing]:
         """The answered calls to the current plugin that began at ``since`` (`time.monotonic`) or
@@ -193,6 +196,8 @@ class SimulatedKubelet:
             for timing in self._endpoints[resource].timings
             if timing.method == method and timing.began >= since
         ]
+
+    # Pods
 
     async def admit(
         self,
@@ -350,6 +355,7 @@ class SimulatedKubelet:
             self._records.devices.setdefault(
                 endpoint.resource, ResourceDevices()
             ).mark_all_unhealthy()
+            # `close` also ends the stream, which only the client of a newer registration still has
             await (client.hang_up() if client is endpoint else client.close())
         await self._note(
             "stream ended",
@@ -422,6 +428,9 @@ class SimulatedKubelet:
     async def _choose(
         self, endpoint: Endpoint, reused: list[str], free: list[str], number: int
     ) -> list[str]:
+        """Choose ``number`` ids: first those ``reused`` from init containers, then the ``free``
+        ones that the plugin prefers.
+        """
         if len(reused) == number:
             return reused
         preferred: list[str] = []
@@ -431,7 +440,7 @@ class SimulatedKubelet:
         if not preferred:
             return [*reused, *free][:number]
         usable = {*reused, *free}
-        # The answer is a hint: unusable ids are dropped, missing ones are filled up.
+        # The plugin's answer is a hint: unusable ids are dropped, missing ones are filled up.
         return list(
             dict.fromkeys([*reused, *(device for device in preferred if device in usable), *free])
         )[:number]

@@ -40,7 +40,8 @@ class PodResources:
         note: Callable[..., Awaitable[None]],
     ) -> None:
         """Answer about ``pods`` (by UID) from ``records``; ``resource`` returns a resource's
-        current devices, ``note`` is called with every request.
+        current devices, ``note`` is called with every request, to record it for tests. ``faults``
+        has the failures that a test has switched on.
         """
         self._records, self._pods, self._faults = records, pods, faults
         self._resource, self._note = resource, note
@@ -67,7 +68,7 @@ class PodResources:
         return b"".join(self._listed_pod(pod) for pod in self._pods.values() if not pod.ended)
 
     async def _get(self, request: messages.GetPodResourcesRequest, context: Any) -> bytes:
-        """Answer Get. Unlike List, it removes no records and finds pods that have ended.
+        """Answer Get. Unlike List, it leaves the records of ended pods, and finds these pods.
         Its own errors (switched off, no such pod) have the status code UNKNOWN.
         """
         await self._note("Get", "", pod=f"{request.pod_namespace}/{request.pod_name}")

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class PodStatus:
-    """The status of one pod; nothing is written any more once the pod is gone."""
+    """The status of one pod, in the object store of the simulated API server; nothing is written
+    any more once the pod is gone.
+    """
 
     def __init__(self, objects: ObjectStore, pod: Object) -> None:
         self._objects = objects

@@ -1,5 +1,6 @@
 """The simulated kubelet's records: the devices of each resource, those that each container holds,
-and their checkpoint.
+and their checkpoint. A *device* is one of the device plugin API here, named by its id, and a *node*
+in a name is a NUMA node.
 
 Used by `kubelet` in this package only. Behaviour and the checkpoint's format follow the real device
 manager (kubelet §4, §5, §9): a device is free again not when its pod ends but at the next clean-up,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
 
 CHECKPOINT = "kubelet_internal_checkpoint"
-_NO_TOPOLOGY = "-1"
+_NO_TOPOLOGY = "-1"  # in the place of a NUMA node, as in the real checkpoint
 _PIECES_AT_ONCE = 1024  # IOV_MAX of Linux
 
 
@@ -91,7 +92,15 @@ class ResourceDevices:
 
 @dataclasses.dataclass
 class Allocation:
-    """Ids of one resource that one container holds, and the answer that came with them."""
+    """Ids of one resource that one container holds, and the answer that came with them.
+
+    Attributes:
+        pod_uid: the UID of the container's pod.
+        container: its name.
+        resource: the name of the resource.
+        ids_by_node: NUMA node → ids; `_NO_TOPOLOGY` for ids without one.
+        answer: the plugin's answer for the container (ContainerAllocateResponse), encoded.
+    """
 
     pod_uid: str
     container: str
@@ -140,7 +149,8 @@ class Records:
         self._path = directory / CHECKPOINT
         self.devices: dict[str, ResourceDevices] = {}
         self.allocations: list[Allocation] = []
-        # by resource: the healthy ids, and the free ones of them
+        # by resource: the healthy ids by which the free ones were found, and these; another dict of
+        # healthy ids makes the entry outdated
         self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}
         self._held: dict[tuple[str, str], list[Allocation]] | None = None  # by UID and container
         # lists and allocations come at the same time; the file is written for one after the other

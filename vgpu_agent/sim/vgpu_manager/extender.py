@@ -57,10 +57,11 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.volcano.resources import Object
 
 SCHEDULER_NAME = "vgpu-scheduler"
-POLICIES = ("none", "binpack", "spread")
+POLICIES = ("none", "binpack", "spread")  # for the choice of cards
 
-_PERIOD_SECONDS = 0.02
-_MAX_CORES = 100
+_PERIOD_SECONDS = 0.02  # the shortest pause between two rounds
+_MAX_CORES = 100  # percent of a card's compute
+# HTTP statuses with which it is certain that a write was not done
 _REFUSALS = (400, 403, 404, 409, 422)
 _logger = log.get(__name__)
 
@@ -109,8 +110,10 @@ class VgpuExtender:
         self._clock = clock
         self._client = ApiClient(access, timeout_seconds=self.settings.request_timeout_seconds)
         self._changed = asyncio.Event()
+        # by UID: pods that are bound, before the watch shows it, and the tasks that bind pods
         self._bound: dict[str, Object] = {}
         self._binding: dict[str, asyncio.Task[None]] = {}
+        # by node: its Bindings come one after the other
         self._locks: dict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
         self._nodes, self._pods = (
             Collection(
@@ -173,6 +176,7 @@ class VgpuExtender:
         """
         keys, now = self._keys, self._clock()
         pods = self._seen_pods()
+        # the requests of its containers, by kind; `names`: the containers that ask for cards
         asked = asked_by(pod, keys)
         if any(
             each.cores > _MAX_CORES or each.number > MAX_CARDS
@@ -201,8 +205,8 @@ class VgpuExtender:
     def _place(
         self, node: Object, pod: Object, others: Sequence[Object], now: float
     ) -> Claims | Reason:
-        """Return the pod's claims on the node, none for a pod that asks for no cards; or the
-        phrase why it does not fit.
+        """Return the pod's claims on the node, none for a pod that asks for no cards; or why it
+        does not fit, as a phrase for the message ``0/3 nodes are available: …``.
         """
         keys = self._keys
         if not resources.may_hold(node, pod):

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 FINISHED_TIME = str(2**63 - 1)
 """The ``predicate-time`` of a pod whose allocation has succeeded or failed (vgpu-manager §4.2)."""
 
-# the values of the label `assigned-phase`
+# the values of the label `assigned-phase`: how far the allocation of a pod has come
 FILTERING, ALLOCATING, SUCCEED, FAILED = "filtering", "allocating", "succeed", "failed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of annotations and labels in one domain."""
+    """The keys of annotations and labels, all of which begin with one domain."""
 
     domain: str = "nvidia.com"
 
@@ -38,6 +38,7 @@ class Card:
     """One entry of ``node-device-register``.
 
     Attributes:
+        type: the product name.
         seats: the number of containers that may share the card.
         memory: the offered memory in MiB.
         cores: the offered compute in percent.

@@ -22,18 +22,22 @@ if TYPE_CHECKING:
 
     from vgpu_agent.sim.volcano.resources import Object
 
-# After this time the claims of a pod that is not bound, and was refused before, count no more.
+# So long after they were planned, the claims of a pod that is not bound, and was refused before,
+# count no more.
 STUCK_SECONDS = 30.0
 MAX_CARDS = 16  # that one container may ask for
 _WHOLE_CORES = 100  # percent, for a request without cores and memory
+# of a Node, without the beginning ``node-``: its cards, and the settings by which they are shared
 _ANNOTATIONS = ("device-register", "config-info")
 
-Reason = str
+Reason = str  # why a node takes no pods, or why a pod does not fit, in the extender's words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """The part of one card that is taken; ``seats`` is the number of containers on it."""
+    """The part of one card that is taken: ``seats`` is the number of containers on it, ``memory``
+    is in MiB, ``cores`` in percent of its compute.
+    """
 
     seats: int = 0
     memory: int = 0
@@ -56,7 +60,9 @@ Uses = dict[str, Use]  # UUID of the card → the part that is taken
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """A container that asks for cards; ``memory`` in MiB on each card, 0 for all of it."""
+    """A container that asks for a ``number`` of cards, and on each for ``cores``, in percent of the
+    compute, and for ``memory``, in MiB, 0 for all of it.
+    """
 
     container: str
     number: int
@@ -99,6 +105,7 @@ def holds_claim(pod: Object, keys: Keys, now: float) -> bool:
     ]
     if not refused:
         return True
+    # when the claims were planned, in unix nanoseconds
     stamp = resources.annotations_of(pod).get(keys("predicate-time"), "")
     # FINISHED_TIME: the allocation has succeeded or failed
     if not stamp.isdigit() or stamp == formats.FINISHED_TIME:
@@ -151,6 +158,7 @@ class NodeLedger:
     """One node's cards, and what the pods that hold claims take of them."""
 
     def __init__(self, cards: Sequence[Card], factor: int, uses: Uses) -> None:
+        """Account for ``cards``; ``factor`` is the MiB in the node's unit of requested memory."""
         self._cards = tuple(cards)
         self._factor = factor
         self.uses = uses
@@ -175,15 +183,20 @@ class NodeLedger:
         return cls(cards, factor, uses)
 
     def place(self, pod: Object, keys: Keys, *, policy: str = "none") -> Claims | Reason:
-        """Choose cards for every container of the pod; return the reason if it does not fit."""
+        """Choose cards for every container of the pod; return the reason if it does not fit.
+
+        ``policy`` orders the cards, unless an annotation of the pod does: ``binpack`` takes those
+        with the least free first, ``spread`` those with the most, and any other word goes by NUMA
+        node.
+        """
         asked = asked_by(pod, keys, self._factor)
         annotations = resources.annotations_of(pod)
         policy = annotations.get(keys("device-scheduler-policy"), policy)
         allowed = [card for card in self._cards if _may_take(card, annotations, keys)]
         if not allowed:
-            return "GPU type mismatch"
+            return "GPU type mismatch"  # also where the lists of UUIDs allow none
         uses, chosen = dict(self.uses), Claims()
-        after_sidecars = uses
+        after_sidecars = uses  # what is taken while the init containers run
         for place, request in enumerate((*asked.sidecars, *asked.apps), start=1):
             parts = self._choose(request, allowed, uses, policy)
             if not parts:
@@ -232,6 +245,7 @@ class NodeLedger:
         return tuple(sorted(parts, key=lambda part: part.index))
 
     def _lacking(self, request: Request) -> Reason:
+        """Return why no cards could be chosen for a container."""
         healthy = [card for card in self._cards if card.is_healthy and not card.is_mig]
         return (
             "Insufficient GPU cards"
@@ -266,7 +280,9 @@ def _read(node: Object, keys: Keys) -> tuple[Sequence[Card], int] | Reason:
 
 
 def claims_of(pod: Object, keys: Keys) -> Claims:
-    """Return the claims that count: those in use when they are complete, else the planned ones."""
+    """Return the claims that count: those that the plugin has written when they are complete, else
+    those that the extender has planned.
+    """
     found = resources.annotations_of(pod)
     planned = formats.read_claims(found.get(keys("pre-allocated"), "")) or {}
     real = formats.read_claims(found.get(keys("real-allocated"), "")) or {}

@@ -17,22 +17,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-REGISTER = "volcano.sh/node-vgpu-register"
-# A scheduler writes ``Requesting_<time>``, and the node's device plugin replaces it while it lives.
+REGISTER = "volcano.sh/node-vgpu-register"  # the node's cards, see `Registration`
+# A scheduler writes ``Requesting_<time>``, and the node's device plugin, while it lives, answers
+# with ``Reported <time>``. Without an answer the scheduler writes ``Deleted_<time>``, and ignores
+# the node's cards until the plugin writes again.
 HANDSHAKE = "volcano.sh/node-vgpu-handshake"
-VGPU_LOCK = "hamivgpu"  # the annotation by which the scheduler locks a node; its value is a time
+# The annotation by which the scheduler locks a node for a pod that it is about to bind, until the
+# node's device plugin has served that pod; its value is the time of the locking.
+VGPU_LOCK = "hamivgpu"
 GPUSHARE_LOCK = "gpu"  # the same for GPU share
 UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"  # indices of cards that get no more pods
 
-VGPU_NODE = "volcano.sh/vgpu-node"
+VGPU_NODE = "volcano.sh/vgpu-node"  # the node for which the pod's cards were chosen
 VGPU_TIME = "volcano.sh/vgpu-time"  # when the cards were chosen, in unix seconds
 VGPU_IDS = "volcano.sh/vgpu-ids-new"  # the cards of each container, see `format_claims`
 DEVICES_TO_ALLOCATE = "volcano.sh/devices-to-allocate"  # those of containers not started yet
-BIND_PHASE = "volcano.sh/bind-phase"
+BIND_PHASE = "volcano.sh/bind-phase"  # ``allocating`` until the plugin writes how the start went
 BIND_TIME = "volcano.sh/bind-time"
-GPU_INDEX = "volcano.sh/gpu-index"
+GPU_INDEX = "volcano.sh/gpu-index"  # of GPU share: the indices of the pod's cards
 PREDICATE_TIME = "volcano.sh/predicate-time"  # of GPU share: when the card was chosen, in ns
 
+# The pod's group, whose pods are scheduled together, and how many of them are needed at least.
 GROUP_NAME = "scheduling.k8s.io/group-name"
 GROUP_MIN_MEMBER = "scheduling.volcano.sh/group-min-member"
 
@@ -42,7 +47,8 @@ _HANDSHAKE_STAMP = "%Y.%m.%d %H:%M:%S"
 HANDSHAKE_SECONDS = 60.0
 """The time that a node has to answer `Requesting` before it counts as dead (volcano-vgpu §2.3)."""
 LOCK_SECONDS = 300.0
-"""From this age on a node lock is taken over (volcano-vgpu §2.4)."""
+"""From this age on a node lock is void, and the scheduler may lock the node for another pod
+(volcano-vgpu §2.4)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +66,8 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """The whole register annotation. ``mode`` is ``mig`` or ``hami-core``;
-    the last entry decides.
+    """The whole register annotation. ``mode`` is how the node shares its cards, ``mig`` or
+    ``hami-core``: each entry names one, and the last entry decides.
     """
 
     cards: tuple[Card, ...]
@@ -83,8 +89,8 @@ def parse_registration(text: str) -> Registration | None:
     """The cards of a node, or None when the scheduler ignores the whole node:
     no colon, or an entry of fewer than six fields.
 
-    The health field is ignored, as by the real scheduler: a card is taken out by a count of 0
-    (volcano-vgpu §2.2, G13).
+    The health field is ignored, as by the real scheduler: a plugin shows a card that gets no more
+    pods with 0 seats (volcano-vgpu §2.2, G13).
     """
     if ":" not in text:
         return None
@@ -102,7 +108,9 @@ def parse_registration(text: str) -> Registration | None:
 
 
 def format_claims(containers: Sequence[Sequence[Claim]]) -> str:
-    """The pod devices string: one segment per container that asks for vGPU (volcano-vgpu §3.2)."""
+    """The value of `VGPU_IDS`, the "pod devices string": one segment per container that asks for
+    vGPU (volcano-vgpu §3.2).
+    """
     return ";".join(
         "".join(f"{claim.uuid},NVIDIA,{claim.memory},{claim.cores}:" for claim in claims)
         for claims in containers
@@ -131,14 +139,14 @@ def parse_indices(text: str) -> list[int]:
 
 
 def handshake_stamp(word: str, now: float) -> str:
-    """``Requesting_…`` or ``Deleted_…`` for unix time ``now``, in UTC. The real scheduler writes
-    its local time, and reads it as UTC.
+    """The value ``<word>_<time>`` of the handshake, ``word`` being ``Requesting`` or ``Deleted``,
+    for unix time ``now``, in UTC. The real scheduler writes its local time, and reads it as UTC.
     """
     return f"{word}_{dt.datetime.fromtimestamp(now, dt.UTC).strftime(_HANDSHAKE_STAMP)}"
 
 
 def answer_handshake(value: str | None, now: float) -> tuple[bool, str | None]:
-    """Judge a node's handshake as a scheduler up to 1.14.2 does.
+    """Judge a node's handshake as Volcano's scheduler up to version 1.14.2 does.
 
     Args:
         value: of the annotation; None when there is none.

@@ -1,9 +1,10 @@
 """The GPU-share ledger of the simulated Volcano scheduler. It places a pod on one card by memory,
 or on several whole cards by number.
 
-`scheduler` makes a new one in every round, from the node's capacity and the annotation `gpu-index`
-of its pods. Rules: volcano-gpushare §2, §3 and §8, golden vectors volcano-gpushare S2, S5, S6 and
-S7. The real scheduler iterates over the cards in random order, this one in the order of the index.
+`scheduler` makes a new one in every round (one attempt to place each waiting pod), from the node's
+capacity and the annotation `gpu-index` of its pods. Rules: volcano-gpushare §2, §3 and §8, golden
+vectors volcano-gpushare S2, S5, S6 and S7. The real scheduler iterates over the cards in random
+order, this one in the order of the index.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class GpushareLedger:
         card_memory: the memory of each card, in the same units.
     """
 
-    lock_key = GPUSHARE_LOCK
+    lock_key = GPUSHARE_LOCK  # the annotation by which the scheduler locks the node
     # Volcano's reason against a node. It has the form of the one for vGPU (real-node §4).
     refusal = "GpuShareDeviceSharing error"
 

@@ -85,7 +85,9 @@ class CardUse:
         if self.instances is None:
             self.add(units, ask.cores, group)
             return Claim(self.card.uuid, units, ask.cores)
-        place = self.instances.find(units)  # ``[group-position]`` of an instance
+        # ``[group-position]`` of an instance: the name of a way to divide the card, and the number
+        # of the instance in it
+        place = self.instances.find(units)
         self.add(self.instances.book(place), ask.cores, group)
         return Claim(self.card.uuid + place, units, ask.cores)
 
@@ -124,6 +126,7 @@ def group_of(pod: Object) -> str:
 class VgpuLedger:
     """The cards of one node; `place` changes it only when the whole pod fits."""
 
+    # the annotation by which the scheduler locks the Node
     lock_key = volcano_annotations.VGPU_LOCK
     # Volcano's reason against a node on which a pod does not fit.
     refusal = "hami-vgpuDeviceSharing error"
@@ -264,7 +267,7 @@ class VgpuLedger:
 
 
 def _instances(card: Card, mode: str, geometries: Geometries | None) -> InstanceUse | None:
-    # the ways to divide the card; not the pod groups of `CardUse`
+    # The ways to divide the card. `factor`: MiB in one unit of memory.
     divisions = geometries.for_card(card.type) if geometries is not None and mode == "mig" else ()
     return (
         InstanceUse(divisions, geometries.factor) if geometries is not None and divisions else None

@@ -1,11 +1,12 @@
-"""MIG instances in the ledger of the simulated Volcano scheduler: the group of a card, and the
-position of a container's instance in it.
+"""MIG instances in the ledger of the simulated Volcano scheduler: the group of a card, which is one
+of the ways to divide it that the ConfigMap lists, and the position of a container's instance in it.
 
 `ledger` calls it for each card of a node in the mode ``mig``. Rules: volcano-vgpu §4.3 (groups in
 the order of the ConfigMap, the smallest instance that is large enough, and on a card in use only
 instances of its group). The mistake volcano-vgpu D15 is imitated: an instance counts as used only
-once its pod is seen to be bound, so pods of one round get the same instance. The ConfigMap is read
-here and not by the agent's reader, so that a misreading on one side makes a test fail.
+once its pod is seen to be bound, so pods of one round (one attempt of the scheduler to place all
+waiting pods) get the same instance. The ConfigMap is read here and not by the agent's reader, so
+that a misreading on one side makes a test fail.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import yaml
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# How an annotation names an instance, after the UUID of the card.
 _PLACE = re.compile(r"\[(?P<group>[^-]+)-(?P<position>\d+)\]$")
 
 
@@ -32,8 +34,9 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometries:
-    """The MIG part of the ConfigMap: ``factor`` is the MiB in a unit of memory, and ``groups`` has
-    the groups of each model. A model is a part of the text of a card's type.
+    """The MIG part of the ConfigMap: ``factor`` is the MiB in one unit of the memory resource, and
+    ``groups`` has the groups of each model. A model is a part of the text of a card's type, which
+    contains the product name (``NVIDIA-NVIDIA A100-SXM4-40GB``).
     """
 
     factor: int = 1
@@ -60,7 +63,7 @@ class Geometries:
 @dataclasses.dataclass(slots=True)
 class InstanceUse:
     """The instances of one card: the groups by which it may be divided, the group by which it is
-    (empty: not divided), and the used positions of that group.
+    (empty: not divided), and the used positions of that group. ``factor`` as in `Geometries`.
     """
 
     groups: tuple[Group, ...]
@@ -69,8 +72,9 @@ class InstanceUse:
     used: set[int] = dataclasses.field(default_factory=set)
 
     def book(self, claimed: str) -> int:
-        """Count the instance in an annotation as used, and return its memory units; 0 for an
-        instance that does not exist.
+        """Count an instance as used, and return its memory units; 0 for an instance that does not
+        exist. ``claimed`` is the card's UUID in a pod's annotation, with ``[group-position]``
+        behind it.
         """
         match = _PLACE.search(claimed)
         found = next(

@@ -1,5 +1,5 @@
-"""The free resources of one node in one round of the simulated Volcano scheduler: the plain
-amounts, and the shares of each card.
+"""The free resources of one node in one round of the simulated Volcano scheduler, in which it tries
+to place all waiting pods: the amounts of all resources, and the shares of each card.
 
 Used by `scheduler`. It makes a `NodeRoom` for each node from its watches, places pods on copies,
 and keeps the copy that it has chosen.
@@ -25,7 +25,7 @@ class NodeRoom:
 
     Attributes:
         node: the Node object.
-        free: resource → free amount.
+        free: resource → allocatable amount, less the requests of the pods that have not ended.
         devices: the ledger of the node's cards; None where the scheduler finds no cards to share.
     """
 
@@ -45,12 +45,12 @@ class NodeRoom:
     def place(self, pod: Object, now: float) -> Placed | tuple[str, ...]:
         """Book the pod on this node.
 
-        Where the scheduler finds no cards on the node, only the plain amounts are checked, and the
-        pod gets no annotations (volcano-vgpu §2.2).
+        Where the scheduler finds no cards on the node, only the amounts of resources are checked,
+        and the pod gets no annotations (volcano-vgpu §2.2).
 
         Args:
             pod: the pod, not bound yet.
-            now: Unix seconds.
+            now: Unix seconds, for the time stamps in the pod's annotations.
 
         Returns:
             the placement, or the reasons against it in the wording of Volcano.
@@ -58,6 +58,7 @@ class NodeRoom:
         if not resources.may_hold(self.node, pod):
             return ("node(s) were unschedulable",)
         requested = resources.requests(pod)
+        # the resources of which too little is free
         if lacking := resources.lacking(self.free, requested):
             return tuple(f"Insufficient {resource}" for resource in lacking)
         placed = Placed({})
@@ -70,7 +71,8 @@ class NodeRoom:
         return placed
 
     def lock_key(self, pod: Object) -> str:
-        """Return the key of the node lock that binding the pod needs; empty if it needs none.
+        """Return the annotation of the Node by which the scheduler locks it while it binds the pod;
+        empty if it needs no lock.
 
         The scheduler takes no lock where node locks are switched off.
         """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 Object = dict[str, Any]
-Amounts = dict[str, decimal.Decimal]
+Amounts = dict[str, decimal.Decimal]  # resource → amount
 
 _ZERO = decimal.Decimal(0)
 _TOO_MUCH = decimal.Decimal(2) ** 63  # Kubernetes counts in 64 bits
@@ -137,7 +137,7 @@ def lacking(
 
 
 def may_hold(node: Object, pod: Object) -> bool:
-    """Tell whether the node is ready, not cordoned,
+    """Tell whether the node is ready, not marked unschedulable,
     and carries the labels that the pod's nodeSelector names.
     """
     spec, status = node.get("spec") or {}, node.get("status") or {}

@@ -4,9 +4,10 @@ available.
 It selects a node and cards for each pod whose ``schedulerName`` is ``volcano``, and writes the same
 as the real scheduler. By default this is the behaviour of the master branch of August 2026: the
 annotations are part of the Binding. With ``old`` it is that of 1.13 to 1.14.2: the annotations are
-patched onto the pod before it is bound, and there is a handshake with each node. Golden vectors:
-volcano-vgpu G3, G6, G7, G8, G13; volcano-gpushare S2. All of its state is in the API server, so it
-can be killed at any time and started on any machine.
+patched onto the pod before it is bound, and there is a handshake with each node: an annotation that
+the scheduler sets and the node's plugin must answer in time. Golden vectors: volcano-vgpu G3, G6,
+G7, G8, G13; volcano-gpushare S2. All of its state is in the API server, so it can be killed at any
+time and started on any machine.
 
     python -m vgpu_agent.sim.volcano.scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare
     share] [--node-lock]
@@ -75,7 +76,8 @@ class VolcanoSettings:
         min_members: ``namespace/group`` → the number of pods that must be placed together. The
             annotation scheduling.volcano.sh/group-min-member of a pod has the same meaning; the
             larger number is used.
-        period_seconds: the shortest time between two rounds.
+        period_seconds: the shortest time between two rounds, each of which tries to place all
+            waiting pods.
         retry_seconds: the longest time between two rounds, and the pause after a failure.
         request_timeout_seconds: the timeout of one request to the API server.
         watch_seconds: the duration of a watch, after which a new one is opened.
@@ -97,6 +99,8 @@ class VolcanoSettings:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
+    """The node for a pod, and ``placed``: the annotations that name its cards there."""
+
     pod: Object
     node: str
     placed: Placed
@@ -122,7 +126,7 @@ class VolcanoScheduler:
         self._clock = clock
         self._client = ApiClient(access, timeout_seconds=self.settings.request_timeout_seconds)
         self._changed = asyncio.Event()
-        self._bound: dict[str, Object] = {}
+        self._bound: dict[str, Object] = {}  # by UID, as the watch will show them
         self._locked: set[str] = set()  # the nodes that this round has locked
         self._nodes, self._pods = (
             Collection(
@@ -304,6 +308,7 @@ class VolcanoScheduler:
         return alive
 
     def _rooms(self, pods: Iterable[Object], usable: Iterable[Object]) -> Iterable[NodeRoom]:
+        """Yield what is free on each node; cards only of the nodes in ``usable``."""
         on_node: dict[str, list[Object]] = collections.defaultdict(list)
         for pod in pods:
             on_node[_node_of(pod)].append(pod)
@@ -314,6 +319,9 @@ class VolcanoScheduler:
             yield NodeRoom(node, resources.free(node, on_node[name]), devices)
 
     def _ledger(self, node: Object, pods: Sequence[Object]) -> VgpuLedger | GpushareLedger | None:
+        """Return the scheduler's accounts of a node's cards, of which ``pods`` have their parts;
+        None where it finds no cards to share.
+        """
         if self.settings.gpushare == "off":
             return VgpuLedger.of(
                 node,
@@ -350,7 +358,8 @@ class VolcanoScheduler:
         return ""
 
     async def _lock(self, name: str, key: str) -> str:
-        """Take the lock of one node in the way of the real scheduler: read the Node, then write.
+        """Take the lock of one node, its annotation ``key``, in the way of the real scheduler: read
+        the Node, then write.
 
         A round of the real scheduler takes the locks for all its pods before it binds any of them.
         So a second pod of the round cannot take the same lock.

@@ -4,7 +4,8 @@ wait, and the last hour.
 Pure functions of the snapshot. A text shows no age, because it would change all the time: moments
 are ``time`` elements in UTC, and ``dashboard.js`` adds how long ago they were. Pods, and what they
 or others have written, are text that is escaped where it enters a part: a piece of the page with an
-id, which is sent alone when it changes (`parts`).
+id, which is sent alone when it changes (`parts`). Functions add parts to ``made``, whose methods
+return the HTML element of the part.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _LONGEST_REASON = 600
 LONGEST_SEARCH = 320
 _POD = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _MIB_PER_GIB = 1024
-# other words for parts of the agent
+# kinds of problems that the page calls by another word than `ProblemKind`
 _PARTS = {ProblemKind.LEDGER: "kubelet's records", ProblemKind.TASK: "agent"}
 
 
@@ -210,6 +211,7 @@ def _problems(status: AgentStatus, now: float) -> dict[str, str]:
     gpus = {str(gpu.index): gpu for gpu in status.inventory.gpus}
     items: dict[str, str] = {}
     known = problems.known(status, now)
+    # those for which a probe fails; only these, and those of GPUs, are marked as bad
     failing = problems.merged((*status.not_alive, *status.not_ready))
     for place, problem in enumerate(known[:_SHOWN_PROBLEMS]):
         part = problem.part.replace(problem.kind, _PARTS.get(problem.kind, problem.kind), 1)
@@ -289,6 +291,18 @@ def _card(
     serves: str,
     now: float,
 ) -> str:
+    """Return the box of one GPU.
+
+    Args:
+        made: gets the parts of the box.
+        part: the beginning of their ids.
+        gpu: the GPU.
+        usage: what was measured of it last; None if nothing could be.
+        held: its shares.
+        rows: id → HTML, of the shares that are shown.
+        serves: the family that has shares of it; empty if none has, or if the node has one family.
+        now: Unix seconds.
+    """
     total = gpu.memory_mib or (usage.memory_total_mib if usage else None) or 0
     used = usage.memory_used_mib if usage else None
     busy = usage.utilisation_percent if usage else None
@@ -356,6 +370,9 @@ def _meter(
     used_percent: float,
     given_percent: float,
 ) -> str:
+    """Return the bar and the legend of one quantity of a GPU: what is used of it, and what the
+    shares of containers have together. ``used`` and ``given`` are HTML.
+    """
     return (
         f'<p class=meter id="{part}n"><b>{name}</b></p>'
         '<svg class=bar viewBox="0 0 100 8" preserveAspectRatio="none" role=img '
@@ -377,6 +394,7 @@ def _title(gpu: Gpu, now: float) -> str:
     if not healthy:
         title += _illness(gpu.health, gpu.uuid, now)
     for instance in gpu.mig_instances:
+        # `why_withheld`: why no new container gets the instance
         if healthy and mig.why_withheld(gpu, instance):
             title += (
                 f"<p>{_pill(Mood.BAD, 'Unhealthy')} MIG instance {text(instance.profile)}: "
@@ -419,6 +437,18 @@ def _share(
     limits: Limits,
     status: AgentStatus,
 ) -> str:
+    """Return the row of one share.
+
+    Args:
+        made: gets the parts of the row.
+        part: the beginning of their ids.
+        held: the share.
+        of_container: namespace, pod, container and UUID of the device → what its processes use, as
+            far as a library counts that.
+        pods: the pods on this node, by the kubelet's UID.
+        limits: tell whether the limit of a grant is in force.
+        status: the snapshot.
+    """
     grant, share, owner = held.grant, held.share, held.grant.owner
     amount = [_size(held.memory_mib)] if held.memory_mib else []
     amount += [f"{share.cores_percent} %"] if share.cores_percent else []
@@ -493,6 +523,7 @@ def _resource(status: AgentStatus, plugin: PluginStatus, held: int) -> str:
     else:
         state = _pill(Mood.BAD, plugin.state.value)
     counts = f"{plugin.healthy_sent} of {plugin.ids_sent} can be used"
+    # `only_counted`: the ids serve schedulers for counting, and no grant has any
     if plugin.resource not in status.ledger.only_counted:
         counts += f", {held} in use"
         if plugin.resource in status.ledger.free:
@@ -525,11 +556,15 @@ def _marked(mood: Mood, sentence: str) -> str:
 
 
 def _reason(reason: str) -> str:
+    """Return a reason as HTML, in one line and not too long."""
     short = " ".join(reason.split())
     return text(short if len(short) <= _LONGEST_REASON else f"{short[:_LONGEST_REASON]}…")
 
 
 def _time(unix_seconds: float, css: str = "ago") -> str:
+    """Return a moment as HTML. By the class ``css`` (ago, since, until) ``dashboard.js`` writes how
+    long ago it was, since when something is so, or how soon it will be.
+    """
     moment = clock(unix_seconds)
     return f'<time class={css} datetime="{moment}">{moment[11:19]} UTC</time>'
 
@@ -539,5 +574,7 @@ def _size(mib: int) -> str:
 
 
 def _item(kind: str, *names: str) -> str:
-    """Return an id for the item of these names, which a pod may have chosen."""
+    """Return an id for the item of these names, which a pod may have chosen. ``kind`` is a letter
+    that differs between refusals and claims.
+    """
     return kind + hashlib.blake2b("\0".join(names).encode(), digest_size=5).hexdigest()

@@ -39,7 +39,9 @@ class Parts:
         self._items: dict[str, tuple[str, ...]] = {}
 
     def add(self, part: str, content: str, *, tag: str = "span", css: str = "") -> str:
-        """Add a part, and return its element for the HTML around it."""
+        """Add the part with the id ``part``, and return its element for the HTML around it.
+        ``content`` is the HTML inside, with marks for the parts in it.
+        """
         self._html[part] = content
         named = f' class="{css}"' if css else ""
         return f'<{tag} id="{part}"{named}>\0{part}\0</{tag}>'
@@ -64,7 +66,7 @@ class Parts:
         return _MARK.sub(lambda mark: self.whole(mark[1]), content) if "\0" in content else content
 
     def differing(self, other: Parts) -> Iterator[str]:
-        """Yield the ids of parts that are new or not the same in ``other``."""
+        """Yield the ids of parts that ``other``, the earlier state, lacks or has otherwise."""
         for part, content in self._html.items():
             if other._html.get(part) != content or other._items.get(part) != self._items.get(part):
                 yield part

@@ -1,4 +1,5 @@
-"""The present state of the page, and the stream of its changes for browsers that show it.
+"""The present state of the dashboard's page, and the stream of its changes for browsers that show
+it.
 
 The state is rendered when somebody looks, at most once in `REFRESH_SECONDS`, and is the same for
 all viewers. Each viewer gets the changes since the version that it has. So a slow one skips
@@ -46,7 +47,7 @@ _FULL = b"event: full\ndata: \n\n"
 
 
 class Dashboard:
-    """The page as it was rendered last.
+    """The page as it was rendered last by ``render``, which returns its parts.
 
     State: its parts (pieces of HTML, by their ids), their version, and the version in which each of
     them changed last; the HTML and the changes that were asked for since. Versions have a random
@@ -128,7 +129,8 @@ async def answer(
         request: its header ``Last-Event-ID`` or its parameter ``have`` names the version that the
             viewer has.
         dashboard: the page.
-        viewers: the other viewers.
+        viewers: all viewers, among which this one is counted. When there are too many, the oldest
+            stream of the client with most is ended.
         patience_seconds: how long a viewer may take to read a message.
     """
     response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream"})

@@ -1,8 +1,8 @@
 """The events of the last hour in plain sentences.
 
-The journal is complete and for developers (``/debug/events``). The page shows what an operator
-wants to know of it: GPUs and the driver, resources, pods, the kubelet, the API server and the
-configuration.
+The journal is complete and for developers (``/debug/events``). The dashboard's page shows what an
+operator wants to know of it: GPUs and the driver, resources, pods, the kubelet, the API server and
+the configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.journal import Entry
 
-    Facts = Mapping[str, object]
+    Facts = Mapping[str, object]  # of an entry of the journal, by name
 
 SHOWN_SECONDS = 3600.0
 SHOWN_EVENTS = 50
@@ -57,7 +57,9 @@ def latest(entries: Sequence[Entry], now: float, gpus: Mapping[str, int]) -> lis
         if entry.at < now - SHOWN_SECONDS or len(found) == SHOWN_EVENTS:
             break
         if event := told(entry, gpus):
-            place = index  # among the entries of the same moment, which stays when others come
+            # The id is the moment, and the position among the entries of the same moment. Neither
+            # changes when others come.
+            place = index
             while place and entries[place - 1].at == entry.at:
                 place -= 1
             part = f"e{int(entry.at * 1e6):x}-{index - place}"
@@ -70,10 +72,10 @@ def told(entry: Entry, gpus: Mapping[str, int]) -> Event | None:
     if not (known := _SENTENCES.get(entry.event)):
         return None
     if entry.event == "ledger.named" and not entry.facts.get("devices", True):
-        return None  # it has no share yet, and may not get one
+        return None  # the pod has no share yet, and may not get one
     mood, sentence = known
     if entry.event == "gpu.xid" and entry.facts.get("ignored"):
-        mood = Mood.PLAIN
+        mood = Mood.PLAIN  # by the settings, this Xid makes no GPU unhealthy
     return Event("", entry.at, mood, sentence(entry.facts, gpus))
 
 
@@ -109,6 +111,7 @@ def _devices(facts: Facts, gpus: Mapping[str, int]) -> str:
     return f"{', '.join(names)}{more}"
 
 
+# event of the journal → its kind, and its sentence from the facts and from UUID → index of GPUs
 _SENTENCES: dict[str, tuple[Mood, Callable[[Facts, Mapping[str, int]], str]]] = {
     # GPUs and the driver
     "gpu.lost": (Mood.BAD, lambda f, g: f"{_gpu(f, g)} is lost: {_fact(f, 'reason')}"),

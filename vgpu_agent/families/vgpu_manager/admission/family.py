@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _WHOLE = 100  # percent of a card's compute
 _SHOWN = 40  # characters of a container's name in a message
-# 4 TiB in MiB. A larger amount comes from a unit that does not belong there: 5Mi is read as
+# 4 TiB in MiB. A larger amount comes from a suffix that does not belong there: 5Mi is read as
 # 5242880.
 _MOST_MEMORY_UNITS = 1 << 22
 
@@ -84,6 +84,7 @@ class VgpuManagerAdmission:
             for container, filled in zip(pod.containers, limits, strict=True)
         ]
         if not any(numbers) and not any(asks(one, self._keys) for one in pod.containers):
+            # The pod asks for no GPUs, so its policies have no effect (vgpu-manager §6).
             annotations |= {
                 key: None for key in self._defaulted_policies() if key in pod.annotations
             }
@@ -118,6 +119,9 @@ class VgpuManagerAdmission:
         return (self._keys.node_policy, self._keys.device_policy, self._keys.topology_mode)
 
     def _defaults(self, number: int) -> dict[str, str]:
+        """Return the annotations for a pod without them, empty for no default; ``number`` is the
+        most cards of one of its containers.
+        """
         options = self._options
         words = (
             options.node_policy,
@@ -145,7 +149,8 @@ class VgpuManagerAdmission:
 
         A pod that opts out, and the mirror of a static pod, are refused for state only. The kubelet
         runs a static pod whether there is a mirror or not, and without the mirror schedulers would
-        not see the cards that the pod has.
+        not see the cards that the pod has. ``largest`` has the amounts of the largest Node, as far
+        as they are known.
         """
         where = f"pod {pod.full_name}"
         forged = [*self._state_in(pod.annotations), *self._state_in(pod.labels)]

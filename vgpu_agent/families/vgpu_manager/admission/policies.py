@@ -34,8 +34,8 @@ class Rule(msgspec.Struct, frozen=True):
     """The values that an annotation may have.
 
     Attributes:
-        words: all of them, or examples.
-        accepts: tells whether a text is one.
+        words: all values, or examples of them, for a suggestion where a text is similar to one.
+        accepts: tells whether a text is such a value.
         expected: a description of the values, for messages.
         any_case: case does not matter: `accepts` gets the text in lower case.
     """
@@ -111,7 +111,8 @@ def contradictions(demand: Demand, keys: Keys) -> Iterator[str]:
                 f"{exclude} excludes every GPU that {include} includes "
                 f"({quoted(listed(included), _SHOWN * 2)}); remove one of the two"
             )
-    named = demand.include_uuids
+    named = demand.include_uuids  # in lower case
+    # the most cards that a container asks for
     number = max(container.number for container in demand.containers)
     if named and all(map(_UUID.fullmatch, named)) and len(named) < number:
         yield (

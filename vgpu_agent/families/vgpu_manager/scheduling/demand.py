@@ -86,7 +86,7 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
 
 
 def misspelt(pod: Pod, keys: Keys) -> tuple[str, ...]:
-    """Return a sentence for each policy of a pod whose word counts as ``none`` and is another."""
+    """Return a sentence for each policy of a pod that counts as ``none`` for its unknown word."""
     rules = (
         (keys.node_policy, POLICIES),
         (keys.device_policy, POLICIES),
@@ -99,8 +99,11 @@ def _container_demand(
     pod: Pod, container: PodContainer, request: Request, keys: Keys, options: SchedulingOptions
 ) -> ContainerDemand:
     """Return the demand of a container. An incomplete request, with compute and without memory or
-    the other way round, is treated as the operator says.
+    the other way round, is treated as the operator says (``options``): it is refused; or it gets
+    the same part of the card's memory as of its compute; or, as by the replaced extender, what is
+    missing is not limited.
     """
+    # None for memory means all of a card's
     cores, memory = request.cores_percent, request.memory_mib
     incomplete = (
         (options.cores_only, keys.cores, keys.memory)

@@ -32,7 +32,9 @@ class VgpuManagerScheduling:
     """The reader and writer of vgpu-manager's annotations and labels; no state of its own."""
 
     def __init__(self, keys: Keys, options: SchedulingOptions = DEFAULTS) -> None:
-        """Build it; the keys have their domain already."""
+        """Build it. ``keys`` are in the operator's domain (the part before the slash) already.
+        ``options`` are the operator's decisions about pods, such as about incomplete requests.
+        """
         self._keys, self._options = keys, options
 
     @property
@@ -86,7 +88,9 @@ class VgpuManagerScheduling:
         return misspelt(pod, self._keys)
 
     def grace_seconds(self, pod: Pod) -> float | None:
-        """See `SchedulingFamily`."""
+        """Return how long cards are kept for the pod until it is bound, by its own annotation; None
+        if it leaves that to the operator.
+        """
         return grace_seconds(pod, self._keys)
 
     def read_holding(self, pod: Pod) -> Holding | None:
@@ -97,7 +101,13 @@ class VgpuManagerScheduling:
         self, wanted: PodDemand, holding: Holding, numbers: Mapping[str, int], now_ns: int
     ) -> DesiredPod:
         """Return the annotations and labels that vgpu-manager's extender writes in its two patches
-        until a pod is bound (vgpu-manager §4.3). ``numbers`` has the index of each card by UUID.
+        until a pod is bound (vgpu-manager §4.3).
+
+        Args:
+            wanted: the pod's demand, with the names of its containers.
+            holding: the Node and the cards that were chosen.
+            numbers: UUID of each card → its index on the Node.
+            now_ns: the time at which it is to be bound, in Unix nanoseconds.
         """
         keys = self._keys
         claims = (
@@ -122,5 +132,6 @@ class VgpuManagerScheduling:
                 keys.predicate_time: str(now_ns),
                 keys.real_allocated: "",  # for the claims of containers that have started
             },
+            # `node_label`: None, for no label, where the name is too long for one
             {keys.phase: ALLOCATING, keys.metrics_node: node_label(holding.node)},
         )

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 def holding_of(pod: Pod, keys: Keys) -> Holding | None:
-    """Return the cards that the pod holds on its Node, None if there are none.
+    """Return the cards that the pod holds on its Node, None if there are none. ``keys`` has the
+    names of the annotations.
 
     Only containers that ask for cards count: the kubelet gives other containers no device, whatever
-    a user has written. The claim in ``real-allocated`` (what the container has received) comes
-    before that in ``pre-allocated`` (the scheduler's). If one of the annotations is malformed, only
-    the other one counts: a user who corrupts one must not free the cards in the other.
+    a user has written. A container's claims in ``real-allocated`` (what it has received) replace
+    those in ``pre-allocated`` (what the scheduler planned). If one of the annotations is malformed,
+    only the other one counts: a user who corrupts one must not free the cards in the other.
 
     Raises:
         ClaimsTextError: nothing can be read; the message is the end of a sentence that names the
@@ -58,6 +59,7 @@ def holding_of(pod: Pod, keys: Keys) -> Holding | None:
         kinds=tuple(kinds[each.container] for each in counted),
         cards=tuple(
             tuple(
+                # a user may have written negative amounts
                 HeldCard(card.uuid, max(card.cores_percent, 0), max(card.memory_mib, 0))
                 for card in each.cards
             )

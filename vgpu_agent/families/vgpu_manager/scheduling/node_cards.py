@@ -24,24 +24,25 @@ if TYPE_CHECKING:
 MAX_CARDS = 64
 """More than any machine has. A container gets at most 16 (vgpu-manager §5.2)."""
 
-_LONGEST_NOTE = 200
+_LONGEST_NOTE = 200  # characters of the text that says what is wrong with an annotation
 _MAX_MIB = 2**40  # more than any card has
-_Amount = Annotated[int, msgspec.Meta(ge=0, le=_MAX_MIB)]
+_Amount = Annotated[int, msgspec.Meta(ge=0, le=_MAX_MIB)]  # MiB
 
 
+# an operator's name for the network that a card is nearest to
 _Rail = Annotated[str, msgspec.Meta(max_length=253)]
 
 
 class _Entry(msgspec.Struct):
     """One card of ``node-device-register``."""
 
-    id: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CARDS)]
+    id: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CARDS)]  # NVML index
     uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9.:-]+\Z")]
     core: Annotated[int, msgspec.Meta(ge=0, le=100_000)]  # percent of compute
-    memory: _Amount
+    memory: _Amount  # as it is offered, with the node's scaling
     number: Annotated[int, msgspec.Meta(ge=0, le=10_000)]  # of slots
-    type: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    numa: Annotated[int, msgspec.Meta(ge=-1, le=4096)] = -1
+    type: Annotated[str, msgspec.Meta(max_length=256)] = ""  # product name
+    numa: Annotated[int, msgspec.Meta(ge=-1, le=4096)] = -1  # NUMA node; -1: not known
     mig: bool = False
     healthy: bool = True
 
@@ -51,6 +52,7 @@ class _Config(msgspec.Struct, rename="camel"):
 
     device_split: Annotated[int, msgspec.Meta(ge=0, le=10_000)]  # containers that may share a card
     memory_factor: int  # MiB in one unit of a pod's request
+    # how many times the memory of each card is offered
     memory_scaling: Annotated[float, msgspec.Meta(ge=0, le=1000)]
 
 
@@ -65,7 +67,8 @@ class _Linked(msgspec.Struct):
 def read_cards(annotations: Mapping[str, str], slots: int, keys: Keys) -> NodeCards | Unfit:
     """Read the annotations of a Node that offers ``slots`` (allocatable) of ``vgpu-number``.
 
-    The checks are in the order of vgpu-manager §5.2.
+    ``keys`` has the keys of the annotations, with the domain that the plugin is configured with
+    before the slash. The checks are in the order of vgpu-manager §5.2.
     """
     if slots <= 0:
         return Unfit(Reason.NodeNotVGPUEnabled)
@@ -126,6 +129,7 @@ def _problem(entries: list[_Entry]) -> str:
 
 
 def _card(entry: _Entry) -> Card:
+    # why no container may get a share of the card; None where one may
     blocked = (
         Reason.DeviceUnhealthy
         if not entry.healthy
@@ -146,9 +150,9 @@ def _card(entry: _Entry) -> Card:
 
 @functools.lru_cache(maxsize=64)  # Nodes of one kind have equal texts, of some ten KiB at most
 def _links(text: str, count: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Return the links between the first ``count`` cards. A text that cannot be read counts as
-    none. Then pods with the mode ``link-strict`` do not fit, and all others are placed without
-    regard to links.
+    """Return the links between the first ``count`` cards: card, other card, types of the link. A
+    text that cannot be read counts as none. Then pods with the topology mode ``link-strict``, which
+    need linked cards, do not fit, and all others are placed without regard to links.
     """
     try:
         found = msgspec.json.decode(text or "[]", type=list[_Linked])

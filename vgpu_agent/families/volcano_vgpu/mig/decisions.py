@@ -51,19 +51,20 @@ class _Place(msgspec.Struct, frozen=True):
 
     slot: Slot
     gpu: Gpu
-    group: MigGroup
+    group: MigGroup  # the division that the slot is a position of
 
 
 def followed(
     question: Question, segment: Sequence[Assigned], known: Sequence[ModelGeometries], factor: int
 ) -> Decision:
-    """Follow a scheduler's decision, on the instances that are free.
+    """Follow a scheduler's decision (the annotation `DECISION`), on the instances that are free.
 
     Args:
         question: the container with its pod, and who holds which device (``taken``).
-        segment: the scheduler's decision, checked against the pod's limits.
+        segment: the container's part of the scheduler's annotation, one element for each GPU;
+            checked against the pod's limits.
         known: the groups of each model of GPU.
-        factor: MiB in one unit of memory.
+        factor: MiB in one unit in which the scheduler counts memory.
 
     Raises:
         RequestRefusedError: the segment names a device in another form, a group or a position that
@@ -82,6 +83,7 @@ def followed(
         if not is_divided_as(place.gpu, place.group):
             layouts.append(_layout(place, question))
             continue
+        # what the container has got by this decision so far
         mine = {share.device for share in shares}
         slot, instance = _free_alike(place, question, mine)
         shares.append(share_of(instance))
@@ -99,9 +101,9 @@ def followed(
 def remembered(
     segment: Sequence[Assigned], question: Question, known: Sequence[ModelGeometries]
 ) -> tuple[Share, ...] | None:
-    """Return what a running container must have, by its annotation alone;
-    None where it does not say so: the annotation names no MIG instance, or a group or position that
-    does not exist; or its GPU is missing or divided otherwise.
+    """Return what a running container must have, by ``segment`` alone, its part of the annotation;
+    None where that does not say so: it names no MIG instance, or a group or position that does not
+    exist; or its GPU is missing or divided otherwise.
     """
     shares = []
     for assigned in segment:
@@ -153,8 +155,8 @@ def placed(
     """
     ready: dict[str, MigInstance] = {}
     divisible: dict[str, MigLayout] = {}
-    lacks: dict[str, str] = {}
-    rank = question.neighbours.rank
+    lacks: dict[str, str] = {}  # GPU → why it has no such instance and cannot be divided
+    rank = question.neighbours.rank  # by the other families that use the node's GPUs
     for room in sorted(question.rooms, key=lambda room: rank(room.device)):
         gpu = question.inventory.gpu(room.device)
         if gpu is None or room.device not in wanted_mib:
@@ -183,6 +185,7 @@ def placed(
             f"{len(ready) + len(divisible)} GPUs have a MIG instance for it or can be divided "
             f"for it; {others or 'the node has no other GPU to share'}"
         )
+    # `OTHERS`: another family has the GPU, or waits for it
     chosen = sorted([*ready, *divisible], key=lambda uuid: rank(uuid) == OTHERS)[:count]
     if layouts := tuple(divisible[uuid] for uuid in chosen if uuid in divisible):
         return Decision(shares=(), by="the agent, MIG", layouts=layouts)
@@ -199,6 +202,7 @@ def share_of(instance: MigInstance) -> Share:
 def _place_of(
     question: Question, assigned: Assigned, known: Sequence[ModelGeometries], factor: int
 ) -> _Place:
+    """Return the place that one element of the scheduler's annotation names."""
     pod, text, place = question.pod, question.pod.annotations[DECISION], read_place(assigned.device)
     if place is None:
         raise refused(
@@ -260,7 +264,9 @@ def _layout(place: _Place, question: Question) -> MigLayout:
 
 
 def _free_alike(place: _Place, question: Question, mine: set[str]) -> tuple[Slot, MigInstance]:
-    """The instance that was meant, or the first free one of the same profile."""
+    """The instance at ``place``, which the scheduler meant, or the first free one of the same
+    profile. ``mine`` are the devices that the container itself has got already.
+    """
     alike = {
         slot: each
         for slot, each in instances_by_slot(place.gpu, place.group).items()
@@ -282,6 +288,7 @@ def _free_alike(place: _Place, question: Question, mine: set[str]) -> tuple[Slot
 
 
 def _holder(place: _Place, question: Question) -> str:
+    """Name the holder of the instance at ``place``, for a sentence."""
     instance = instances_by_slot(place.gpu, place.group)[place.slot]
     return named((instance.uuid,), question.taken) or "the same container"
 

@@ -2,11 +2,11 @@
 the same names, ids and annotations, but each share is a MIG instance.
 
 Volcano's scheduler chooses GPU, group (one of the divisions that the GPU's model can have) and
-position; a GPU is divided when the first pod that is placed in a group comes (volcano-vgpu §4.3). A
-container gets its instance and nothing else: the hardware limits an instance, so there is no
-library and no ``CUDA_…`` variable. The replaced plugin's errors are not copied: no instance is
-given twice (volcano-vgpu D15), a whole GPU is never granted (volcano-vgpu D16), and a failure here
-affects one pod only.
+position (the place of an instance in the group, from 0); a GPU is divided when the first pod that
+is placed in a group comes (volcano-vgpu §4.3). A container gets its instance and nothing else: the
+hardware limits an instance, so there is no library and no ``CUDA_…`` variable. The replaced
+plugin's errors are not copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never
+granted (volcano-vgpu D16), and a failure here affects one pod only.
 
 Chosen by `volcano_vgpu.spec` instead of `VolcanoVgpuFamily` where the node is in that mode.
 `decisions` chooses the instances.
@@ -73,8 +73,9 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
     """
 
     def __init__(self, options: VolcanoVgpuOptions) -> None:
-        # An instance's memory cannot be booked twice, so it is not scaled. All of its compute is
-        # its holder's, so cores are scaled by 1 at least.
+        # The scaling is how many times a GPU's memory or compute is offered. An instance's memory
+        # cannot be booked twice, so it is not scaled. All of its compute is its holder's, so cores
+        # are scaled by 1 at least.
         own_options = msgspec.structs.replace(
             options, memory_scaling=1.0, cores_scaling=max(1.0, options.cores_scaling)
         )
@@ -101,6 +102,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         offer = offer_of(question.inventory, self._options)
         # the container's part of the annotation with the decision
         segment = decided_segment(question, offer)
+        # `geometries`: the divisions that each model of GPU can have
         if segment is not None:
             return followed(question, segment, self._options.geometries, offer.factor)
         self._require_mode(question.pod)  # an annotation may ask for the other operating mode
@@ -113,7 +115,9 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         return placed(question, wanted_mib, self._refused_gpus(question), self._options.geometries)
 
     def recall(self, question: Question) -> Decision | None:
-        """Return the decision in the pod's annotations, if the GPU is still divided as they say."""
+        """Return what a running container must have got: the decision in the pod's annotation
+        `DECISION`, if the GPU is still divided as that says; otherwise None.
+        """
         try:
             segment = decided_segment(question, offer_of(question.inventory, self._options))
         except RequestRefusedError:
@@ -142,6 +146,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             edits_of(
                 seen,
                 self._options.lists,  # how containers get their devices
+                # tells apart the CDI annotations of several resources of one container
                 answer_id=answer_id(question.resource.name, question.ids),
             )
         )
@@ -154,6 +159,11 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
 
         A scheduler counts instances by these annotations. If they named an instance that the
         container does not hold, it would give the one that it holds to another container.
+
+        Args:
+            pod: as the API server has it.
+            grants: those of the pod, by container.
+            failed: the agent has given up: the pod will never start here.
         """
         ours = {
             container: grant
@@ -165,7 +175,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             ours,
             self._options.names,
             failed=failed,
-            factor=self._factor or 1,
+            factor=self._factor or 1,  # MiB in one unit of memory; may be 0 before the first offer
             segment_of=lambda container, grant, present: self._segment(
                 pod, container, grant, present
             ),
@@ -177,6 +187,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         whole GPU is announced as full.
         """
         name = self._options.names.number
+        # `trouble`: why nothing of the GPU may be granted; such a GPU is announced as full
         rooms = tuple(
             msgspec.structs.replace(
                 room,
@@ -194,8 +205,8 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
 
     def _segment(self, pod: Pod, container: PodContainer, grant: Grant, present: str) -> str:
         """Return the container's segment, its part of the annotation with the scheduler's decision,
-        with the place of each held instance; the segment as it is if one of these places is not
-        known.
+        with the place of each held instance. If one of these places is not known, return
+        ``present``, the segment that the annotation has now; empty without one.
         """
         try:
             (before,) = parse_pod_devices(present)
@@ -206,6 +217,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             return present
         units = offer_of(self._inventory, self._options).units
         held = []
+        # here, `place` is the index among the devices of the segment
         for place, share in enumerate(grant.shares):
             named = read_place(before[place].device) if before else None
             _, group_name, _ = named or ("", "", 0)

@@ -58,8 +58,8 @@ def read_place(text: str) -> tuple[str, str, int] | None:
 
 
 def groups_of(gpu: Gpu, known: Sequence[ModelGeometries]) -> tuple[MigGroup, ...]:
-    """Return the possible divisions of this GPU model, in the order in which schedulers try;
-    empty when its model is not known.
+    """Return the possible divisions of this GPU model, in the order in which schedulers try them;
+    empty when its model is not among ``known``, the geometries of the ConfigMap.
     """
     return next(
         (entry.groups for entry in known if any(model in gpu.name for model in entry.models)), ()
@@ -112,13 +112,13 @@ def holder_of(gpu: Gpu, taken: Mapping[str, Grant]) -> str:
 
     Args:
         gpu: as it is divided now.
-        taken: device → the grant that has it.
+        taken: UUID of a device → the grant that has it.
     """
     return named((gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)), taken)
 
 
 def named(devices: Iterable[str], taken: Mapping[str, Grant]) -> str:
-    """Name the holders of ``devices``, for a sentence."""
+    """Name the holders of ``devices`` (UUIDs), for a sentence."""
     return ", ".join(dict.fromkeys(_named(taken[device]) for device in devices if device in taken))
 
 

@@ -1,12 +1,12 @@
 """MIG instances that an administrator has made, under Volcano's names:
 ``volcano.sh/gpu`` or ``volcano.sh/mig-1g.10gb``.
 
-The replaced plugin offers them and then answers nothing, because their names are not that of its
-count resource, ``volcano.sh/vgpu-number`` (volcano-vgpu §4.3, volcano-vgpu D16); up to 1.11 it had
-``nvidia.com/mig-…`` and passed the instances to containers. Here the ids name the instances, and
-the answer is complete in Allocate. No scheduler decides anything about them: they are counted like
-any resource. A family of its own beside `volcano_vgpu`, so that the ledger keeps both apart: whole
-GPUs are shared there, GPUs in MIG mode are granted here.
+The replaced plugin offers them and then answers nothing, because their names are not that of the
+resource whose ids it answers, ``volcano.sh/vgpu-number`` (volcano-vgpu §4.3, volcano-vgpu D16); up
+to its version 1.11 it had ``nvidia.com/mig-…`` and passed the instances to containers. Here the ids
+name the instances, and the answer is complete in Allocate. No scheduler chooses among them: it only
+counts them, like any resource. A family of its own beside `volcano_vgpu`, so that the ledger keeps
+both apart: whole GPUs are shared there, GPUs in MIG mode are granted here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class StaticMigOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         strategy: `SINGLE` or `MIXED`.
-        prefix: ``volcano.sh``, or ``nvidia.com`` as up to 1.11.
+        prefix: of the names: ``volcano.sh``, or ``nvidia.com`` as up to the plugin's version 1.11.
         hidden_uuids: GPUs that are not offered.
-        hidden_indices: the same, by index; a GPU keeps its number when one before it is lost.
+        hidden_indices: the same, by index; a GPU keeps its own when one before it is lost.
         lists: how containers get their devices.
     """
 
@@ -66,7 +66,9 @@ class VolcanoStaticMigFamily(MigInstancesFamily):
         return f"{self._options.prefix}/mig-{instance.profile.replace('+', '.')}"
 
     def divided_gpus(self, inventory: Inventory) -> list[Gpu]:
-        """Return the GPUs in MIG mode that the node configuration does not hide."""
+        """Return the GPUs in MIG mode that the node configuration, a file of the replaced plugin,
+        does not hide.
+        """
         options = self._options
         return [
             gpu
