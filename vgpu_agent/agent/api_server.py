@@ -597,7 +597,7 @@ class ClusterAccess:
                 gave_up_after_seconds=seconds,
                 error="the API server accepted no request in that time",
                 remedy=(
-                    f"remove the annotations {', '.join(patterns)} and the labels "
+                    f"remove the annotations and labels {', '.join(patterns)} and "
                     "vgpu-agent.internal/* from the Node with kubectl"
                 ),
             )
