@@ -329,6 +329,51 @@ def test_a_busy_cluster_is_never_overcommitted() -> None:
     assert refused > 20  # it was full now and then
 
 
+def test_a_changed_node_is_compared_before_the_next_pod_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """kube-scheduler waits for `choose`, and not for `prepare`; which also knows no Node that is
+    not there.
+    """
+    book, wanted = book_of(3), demand(container(cores=20, memory=512))
+    for each in (SMALL, wanted):
+        book.choose(each, ["n0", "n1", "n2"])
+    book.hold("p", held(1, (0, 10, 1024)))
+    compared: list[Demand] = []
+
+    def noting(demand: Demand, *rest: Any) -> Any:
+        compared.append(demand)
+        return allocate(demand, *rest)
+
+    monkeypatch.setattr("vgpu_agent.placement.nodes.book.allocate", noting)
+    book.prepare("n1")
+    book.prepare("nowhere")
+    assert compared == [wanted, SMALL]  # the latest first
+    compared.clear()
+    assert book.choose(SMALL, ["n1", "n0"]).node == "n1"
+    assert compared == [SMALL]  # which cards, on the chosen Node
+
+
+@pytest.mark.parametrize("policy", ["none", "binpack", "spread"])
+def test_nodes_that_are_passed_over_as_equal_change_no_choice(policy: str) -> None:
+    """The choice is that of the definition: of all Nodes on which the pod fits, the one with the
+    best rank; of equal ones the first by name with a policy, else the first that is named.
+    """
+    chance, names = random.Random(4), [f"n{node}" for node in range(12)]
+    for _ in range(40):
+        book, wanted = book_of(12), demand(container(cores=30, memory=1024), node_policy=policy)
+        for node in range(12):
+            for card in range(chance.randrange(3)):
+                cores = chance.choice([20, 80])
+                book.hold(f"p{node}-{card}", held(node, (card, cores, 1024)))
+        chance.shuffle(names)
+        fitting, reasons = book.ranks(wanted, names)
+        order = sorted(fitting) if policy != "none" else list(fitting)
+        best = max(order, key=lambda name: fitting[name], default="")
+        choice = book.choose(wanted, names)
+        assert (choice.node, choice.reasons) == (best, reasons)
+
+
 def test_a_pod_that_names_many_cards_is_compared_with_each_kind_of_node_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
