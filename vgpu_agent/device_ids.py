@@ -170,8 +170,8 @@ class NumberedList(Sequence[ListedDevice]):
 
     Attributes:
         blocks: each with whether its ids may be given to a container.
-        others: ids of unhealthy devices that are still held, although they are not offered any
-            more.
+        others: ids that are still held although they are not offered any more, most of them of
+            unhealthy devices.
     """
 
     blocks: tuple[tuple[IdBlock, bool], ...]

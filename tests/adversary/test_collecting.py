@@ -360,7 +360,7 @@ async def test_what_was_helped_by_hand_goes(
 
     def remove(path: str, *, seconds: float) -> bool:
         if locked:
-            raise host_files.trouble(
+            raise host_files.file_error(
                 "remove all of", path, PermissionError(13, "Permission denied")
             )
         return really(path, seconds=seconds)

@@ -57,14 +57,14 @@ def test_an_xid_makes_it_unhealthy_at_once() -> None:
     """No second opinion is asked for. The reason is the XID's."""
     machine = _machine()
 
-    assert machine.reported(xid.trouble(79), 5)
+    assert machine.reported(xid.trouble_of(79), 5)
     assert machine.health.reason == xid.describe(79)
 
 
 def test_it_recovers_after_the_quiet_time_and_not_before() -> None:
     """Ten quiet seconds after the last bad news, counted to the probe that finds them over."""
     machine = _machine()
-    machine.reported(xid.trouble(79), 100)
+    machine.reported(xid.trouble_of(79), 100)
 
     machine.probed(GOOD, 109.9)
     assert not machine.health.ok
@@ -77,7 +77,7 @@ def test_it_recovers_after_the_quiet_time_and_not_before() -> None:
 def test_time_alone_brings_nothing_back() -> None:
     """Only a good answer after the quiet time does. A bad one starts it again."""
     machine = _machine()
-    machine.reported(xid.trouble(79), 0)
+    machine.reported(xid.trouble_of(79), 0)
     machine.probed(LOST, 500)
 
     machine.probed(GOOD, 505)
@@ -88,9 +88,9 @@ def test_time_alone_brings_nothing_back() -> None:
 def test_another_xid_while_unhealthy_starts_the_quiet_time_again() -> None:
     """A card that keeps reporting errors stays away, and the worst of them stays the reason."""
     machine = _machine()
-    machine.reported(xid.trouble(79), 0)
+    machine.reported(xid.trouble_of(79), 0)
 
-    assert machine.reported(xid.trouble(48), 8)
+    assert machine.reported(xid.trouble_of(48), 8)
     machine.probed(GOOD, 17)
     assert not machine.health.ok
     assert not machine.health.ok
@@ -104,7 +104,7 @@ def test_another_xid_while_unhealthy_starts_the_quiet_time_again() -> None:
 def test_a_wanted_recovery_action_blocks_recovery(action: RecoveryAction) -> None:
     """An Unhealthy GPU waits for any action that the driver wants, and the reason says so."""
     machine = _machine()
-    machine.reported(xid.trouble(48), 0)
+    machine.reported(xid.trouble_of(48), 0)
 
     machine.probed(Probe(recovery_action=action), 100)
 
@@ -140,7 +140,7 @@ def test_an_action_of_a_newer_driver_blocks_recovery() -> None:
 def test_a_pending_row_remap_blocks_recovery_and_its_reset_starts_the_quiet_time() -> None:
     """The card is quiet, but only from the moment at which nothing is pending any more."""
     machine = _machine()
-    machine.reported(xid.trouble(63), 0)
+    machine.reported(xid.trouble_of(63), 0)
 
     machine.probed(Probe(remap_pending=True), 50)
     assert (
@@ -164,15 +164,15 @@ def test_a_pending_row_remap_leaves_a_healthy_gpu_alone() -> None:
 def test_a_flapping_gpu_waits_twice_as_long_each_time_up_to_the_limit() -> None:
     """Quiet times of 10, 20, and 35 instead of 40 seconds."""
     machine = _machine()
-    machine.reported(xid.trouble(48), 0)
+    machine.reported(xid.trouble_of(48), 0)
     machine.probed(GOOD, 10)
 
-    machine.reported(xid.trouble(48), 11)
+    machine.reported(xid.trouble_of(48), 11)
     assert machine.quiet_needed_seconds == 20
     machine.probed(GOOD, 31)
     assert machine.health.ok
 
-    machine.reported(xid.trouble(48), 32)
+    machine.reported(xid.trouble_of(48), 32)
     assert machine.quiet_needed_seconds == 35
     machine.probed(GOOD, 66)
     assert not machine.health.ok
@@ -182,12 +182,12 @@ def test_a_flapping_gpu_waits_twice_as_long_each_time_up_to_the_limit() -> None:
 def test_a_gpu_that_held_out_for_the_whole_window_starts_afresh() -> None:
     """Old sins are forgotten after the flap window."""
     machine = _machine()
-    machine.reported(xid.trouble(48), 0)
+    machine.reported(xid.trouble_of(48), 0)
     machine.probed(GOOD, 10)
-    machine.reported(xid.trouble(48), 20)
+    machine.reported(xid.trouble_of(48), 20)
     machine.probed(GOOD, 40)
 
-    machine.reported(xid.trouble(48), 140)
+    machine.reported(xid.trouble_of(48), 140)
 
     assert machine.quiet_needed_seconds == 10
 
@@ -197,7 +197,7 @@ def test_mode_never_keeps_it_away_until_the_setting_changes() -> None:
     and ends when the operator reloads another mode.
     """
     machine = _machine(msgspec.structs.replace(POLICY, automatic=False))
-    machine.reported(xid.trouble(79), 0)
+    machine.reported(xid.trouble_of(79), 0)
 
     machine.probed(GOOD, 1_000_000)
     assert not machine.health.ok
@@ -228,7 +228,7 @@ def test_a_hang_holds_until_the_call_returns_and_the_gpu_was_quiet() -> None:
 def test_the_reason_is_the_same_value_while_nothing_happens() -> None:
     """Streams send only what changed, so an unchanged state must compare equal."""
     machine = _machine()
-    machine.reported(xid.trouble(48), 0)
+    machine.reported(xid.trouble_of(48), 0)
     machine.probed(Probe(remap_pending=True), 1)
     before = machine.health
 
@@ -239,9 +239,9 @@ def test_the_reason_is_the_same_value_while_nothing_happens() -> None:
 def test_a_milder_error_hides_no_worse_one() -> None:
     """The card has fallen off the bus. A contained error that comes later is not the reason."""
     machine = _machine()
-    machine.reported(xid.trouble(79), 0)
+    machine.reported(xid.trouble_of(79), 0)
 
-    machine.reported(xid.trouble(94), 1)
+    machine.reported(xid.trouble_of(94), 1)
 
     assert machine.health.reason == xid.describe(79)
     assert machine.health.remedy is Remedy.REBOOT_OR_REPLACE
@@ -251,7 +251,7 @@ def test_a_milder_error_hides_no_worse_one() -> None:
 def test_a_demand_of_the_driver_hides_no_error() -> None:
     """The demand follows from the error. Both are in the reason, and the demand is the remedy."""
     machine = _machine()
-    machine.reported(xid.trouble(94), 0)
+    machine.reported(xid.trouble_of(94), 0)
 
     machine.probed(Probe(recovery_action=RecoveryAction.GPU_RESET), 1)
 
@@ -265,7 +265,7 @@ def test_a_demand_of_the_driver_hides_no_error() -> None:
 def test_after_the_demanded_reset_nothing_is_left_to_do() -> None:
     """A sentence that still sends to a reset would cause a second one."""
     machine = _machine()
-    machine.reported(xid.trouble(48), 0)
+    machine.reported(xid.trouble_of(48), 0)
     machine.probed(Probe(recovery_action=RecoveryAction.GPU_RESET), 1)
     machine.probed(LOST, 2)  # while it is reset
 
@@ -275,7 +275,7 @@ def test_after_the_demanded_reset_nothing_is_left_to_do() -> None:
     assert machine.health.remedy is Remedy.WAIT
     assert "the driver asked for a GPU reset" in [c.text for c in machine.health.causes]
 
-    machine.reported(xid.trouble(48), 4)
+    machine.reported(xid.trouble_of(48), 4)
     assert (machine.health.reason, machine.health.remedy) == (xid.describe(48), Remedy.RESET)
 
 
@@ -330,11 +330,11 @@ def test_the_time_of_the_return_is_known_while_only_time_is_missing() -> None:
     """Unix seconds, by the latest trouble; 0 while a good answer or a reset is missing."""
     clock = [1000.0]
     machine = GpuHealth(POLICY, wall=lambda: clock[0])
-    machine.reported(xid.trouble(48), 0)
+    machine.reported(xid.trouble_of(48), 0)
     assert machine.health.offered_at == 1010
 
     clock[0] = 1005
-    assert not machine.reported(xid.trouble(48), 5)  # the same again wakes no reader
+    assert not machine.reported(xid.trouble_of(48), 5)  # the same again wakes no reader
     assert machine.probed(GOOD, 5.5)
     assert machine.health.offered_at == 1015
 
@@ -349,7 +349,7 @@ def test_the_time_of_the_return_is_known_while_only_time_is_missing() -> None:
 def test_mode_never_names_no_time_of_return() -> None:
     """Only a restart of the agent brings it back."""
     machine = _machine(msgspec.structs.replace(POLICY, automatic=False))
-    machine.reported(xid.trouble(48), 0)
+    machine.reported(xid.trouble_of(48), 0)
     machine.probed(GOOD, 1)
 
     assert machine.health.offered_at == 0
@@ -358,9 +358,9 @@ def test_mode_never_names_no_time_of_return() -> None:
 def test_the_causes_are_few_and_the_worst_are_kept() -> None:
     """A card may report any number of different errors."""
     machine = _machine()
-    machine.reported(xid.trouble(79), 0)
+    machine.reported(xid.trouble_of(79), 0)
     for code in range(1000, 1100):
-        machine.reported(xid.trouble(code), 1)
+        machine.reported(xid.trouble_of(code), 1)
 
     assert len(machine.health.causes) == MAX_CAUSES
     assert machine.health.causes[0].code == "XID 79"
@@ -369,11 +369,11 @@ def test_the_causes_are_few_and_the_worst_are_kept() -> None:
 def test_a_recovery_forgets_the_causes() -> None:
     """The next illness has its own."""
     machine = _machine()
-    machine.reported(xid.trouble(79), 0)
+    machine.reported(xid.trouble_of(79), 0)
     machine.probed(GOOD, 10)
     assert (machine.health.causes, machine.health.remedy) == ((), None)
 
-    machine.reported(xid.trouble(94), 11)
+    machine.reported(xid.trouble_of(94), 11)
     assert machine.health.reason == xid.describe(94)
 
 
@@ -388,7 +388,7 @@ _PROBES = st.builds(
 def test_a_quiet_time_above_the_longest_is_kept() -> None:
     """The operator's number counts as it is; only flapping has a limit."""
     machine = _machine(RecoveryPolicy(quiet_seconds=2 * MAX_QUIET_SECONDS))
-    machine.reported(xid.trouble(79), 0)
+    machine.reported(xid.trouble_of(79), 0)
     machine.probed(GOOD, 2 * MAX_QUIET_SECONDS - 1)
     assert not machine.health.ok
     assert machine.probed(GOOD, 2 * MAX_QUIET_SECONDS)
@@ -416,7 +416,7 @@ def test_the_promises_hold_in_every_order_of_events(
         now += delay
         before = machine.health
         if step == "xid":
-            changed = machine.reported(xid.trouble(79), now)
+            changed = machine.reported(xid.trouble_of(79), now)
         elif step == "hung":
             changed, hung = machine.hung("hung", now), True
         elif step == "answering":

@@ -44,7 +44,7 @@ class Machines:
 
     def hit(self, gpu_instance: int | None, compute_instance: int | None, at: float = 0.0) -> None:
         """An XID that counts, on GPU-1."""
-        self.healths.reported(GPU, gpu_instance, compute_instance, xid.trouble(48), at)
+        self.healths.reported(GPU, gpu_instance, compute_instance, xid.trouble_of(48), at)
 
     def unhealthy(self, gpu: Gpu = GPU) -> str:
         """Names of what is Unhealthy; the GPUs are 1 and 2."""
@@ -82,7 +82,7 @@ def test_a_gpu_without_slices_is_hit_as_a_whole() -> None:
     """Ids in the event of a GPU that is not cut, or was cut a moment ago, change nothing."""
     machines = Machines()
 
-    machines.healths.reported(OTHER, 1, 0, xid.trouble(48), 0.0)
+    machines.healths.reported(OTHER, 1, 0, xid.trouble_of(48), 0.0)
 
     assert machines.unhealthy() == "2"
 

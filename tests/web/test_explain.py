@@ -81,7 +81,7 @@ def test_a_pod_on_an_ill_gpu_is_told_so(
 
 def saw_xid(status: AgentStatus, code: int, at: float, **changes: Any) -> None:
     """The driver has reported an XID on GPU 0."""
-    found = xid.trouble(code)
+    found = xid.trouble_of(code)
     seen = XidSeen(code, found.text, found.remedy, code in xid.IGNORED_BY_DEFAULT, at, at)
     earlier = status.nvml.xids.get("GPU-0", ())
     status.nvml.xids["GPU-0"] = (*earlier, msgspec.structs.replace(seen, **changes))

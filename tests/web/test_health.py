@@ -41,8 +41,8 @@ def shown(node: AgentStatus, health: Health, *, present: bool = True) -> tuple[s
 def test_a_gpu_with_several_errors_names_the_worst_and_when_it_returns(node: AgentStatus) -> None:
     """Since when, the cause, the others, that it answers, the countdown, the remedy."""
     ill = Illness()
-    ill.machine.reported(xid.trouble(48), ill.at(42))
-    ill.machine.reported(xid.trouble(94), ill.at(30))
+    ill.machine.reported(xid.trouble_of(48), ill.at(42))
+    ill.machine.reported(xid.trouble_of(94), ill.at(30))
     ill.machine.probed(GOOD, ill.at(29))
 
     line, gpu = shown(node, ill.machine.health)
@@ -69,7 +69,7 @@ def test_a_gpu_with_several_errors_names_the_worst_and_when_it_returns(node: Age
 def test_a_reset_that_the_driver_asks_for_is_told_beside_the_error(node: AgentStatus) -> None:
     """No time of return, because more than time is missing."""
     ill = Illness()
-    ill.machine.reported(xid.trouble(94), ill.at(42))
+    ill.machine.reported(xid.trouble_of(94), ill.at(42))
     ill.machine.probed(Probe(recovery_action=RecoveryAction.NODE_REBOOT), ill.at(41))
 
     line, gpu = shown(node, ill.machine.health)
@@ -108,7 +108,7 @@ def test_a_call_that_has_returned_is_told_in_the_past(node: AgentStatus) -> None
 def test_a_gpu_that_is_gone_says_so(node: AgentStatus) -> None:
     """With the XID that came before, which is the cause."""
     ill = Illness()
-    ill.machine.reported(xid.trouble(79), ill.at(20))
+    ill.machine.reported(xid.trouble_of(79), ill.at(20))
     ill.machine.probed(Probe(trouble="the driver no longer lists this GPU"), ill.at(10))
 
     line, _ = shown(node, ill.machine.health, present=False)
@@ -124,7 +124,7 @@ def test_a_gpu_that_is_gone_says_so(node: AgentStatus) -> None:
 def test_a_quiet_time_that_is_over_waits_for_the_next_reading(node: AgentStatus) -> None:
     """A countdown below zero would mean nothing."""
     ill = Illness()
-    ill.machine.reported(xid.trouble(48), ill.at(61))
+    ill.machine.reported(xid.trouble_of(48), ill.at(61))
     ill.machine.probed(GOOD, ill.at(60))
 
     line, gpu = shown(node, ill.machine.health)
@@ -137,7 +137,7 @@ def test_a_quiet_time_that_is_over_waits_for_the_next_reading(node: AgentStatus)
 def test_recovery_that_is_switched_off_promises_no_return(node: AgentStatus) -> None:
     """The reason names the setting."""
     ill = Illness(automatic=False)
-    ill.machine.reported(xid.trouble(48), ill.at(42))
+    ill.machine.reported(xid.trouble_of(48), ill.at(42))
     ill.machine.probed(GOOD, ill.at(30))
 
     line, _ = shown(node, ill.machine.health)

@@ -32,7 +32,7 @@ from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.gpu.reopening import Reopening
 from vgpu_agent.gpu.session import Session
 from vgpu_agent.gpu.thread import Listener, NvmlThread
-from vgpu_agent.gpu.xid import XidHistory, XidPolicy, describe, trouble
+from vgpu_agent.gpu.xid import XidHistory, XidPolicy, describe, trouble_of
 from vgpu_agent.model import GpuUsage, Inventory, Remedy
 from vgpu_agent.status import NvmlState, NvmlStatus
 
@@ -116,6 +116,7 @@ class GpuWatch:
         # the health of each GPU and MIG instance, from probes, events and hangs
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
         self._history = XidHistory()  # the latest XIDs; `NvmlStatus.history` has the counts
+        # by pairs of UUIDs: how near two GPUs are, over PCI and NVLink
         self._links: dict[tuple[str, str], Link] = {}
         # when to close and open the driver, by which alone it shows cards that came or went
         self._reopening = Reopening(interval_seconds=POLL_SECONDS)
@@ -248,7 +249,7 @@ class GpuWatch:
             raise
         except NvmlError as err:
             self._reopening.driver_failed = True  # so a later reading closes and opens the driver
-            self._driver_failed(str(err), NvmlState.ANSWERING)
+            self._driver_failed(str(err), NvmlState.ANSWERING)  # by an error: not missing, not hung
             self._schedule_poll()
             raise
         except NvmlHungError:
@@ -287,6 +288,7 @@ class GpuWatch:
         driver.
         """
         now = time.monotonic()
+        # tells it what was read
         self._reopening.read(
             snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopened, now=now
         )
@@ -396,8 +398,8 @@ class GpuWatch:
                 gpu.uuid, event.xid, time.time(), ignored=not counts, instance=instance
             )
         if counts:
-            # `placed`: the driver has named the GPU
-            found = trouble(event.xid, placed=bool(event.gpu))
+            # what the XID means for a GPU, with its remedy; `placed`: the driver has named the GPU
+            found = trouble_of(event.xid, placed=bool(event.gpu))
             for gpu in hit:
                 self._healths.reported(
                     gpu, event.gpu_instance, event.compute_instance, found, time.monotonic()
@@ -423,7 +425,7 @@ class GpuWatch:
             gpu=event.gpu,
             xid=xid,
             meaning=describe(xid),
-            remedy=trouble(xid).remedy.sentence(event.gpu or "GPU"),
+            remedy=trouble_of(xid).remedy.sentence(event.gpu or "GPU"),
             ignored=not counts,
             **({"left_out": left_out} if left_out else {}),
             **{name: number for name, number in place.items() if number is not None},

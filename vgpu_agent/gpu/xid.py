@@ -65,7 +65,7 @@ def describe(code: int) -> str:
     return f"XID {code}: {KNOWN[code][0]}" if code in KNOWN else f"XID {code}"
 
 
-def trouble(code: int, *, placed: bool = True) -> Trouble:
+def trouble_of(code: int, *, placed: bool = True) -> Trouble:
     """Return the trouble of a GPU with this XID.
 
     Args:
@@ -105,7 +105,7 @@ class XidHistory:
             ignored: it does not make the GPU Unhealthy.
             instance: the ids of the MIG GPU instance and compute instance that it names.
         """
-        found = trouble(code)
+        found = trouble_of(code)
         seen = self._seen.setdefault(gpu, [])
         for place, before in enumerate(seen):
             same = (before.xid, before.gpu_instance, before.compute_instance) == (code, *instance)

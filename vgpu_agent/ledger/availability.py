@@ -56,7 +56,7 @@ def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
     return [grant for grant in grants if by_ids or grant.family != resource.family]
 
 
-def trouble(device: str, resource: Resource, known: Context) -> str:
+def why_unavailable(device: str, resource: Resource, known: Context) -> str:
     """Explain why nothing of ``device`` may be granted through ``resource`` now;
     empty when it may.
     """

@@ -766,7 +766,7 @@ class Ledger:
             self._arbitration.why_waits if turns else _never,
             self._arbitration.still_at_kubelet if at_kubelet else _no,
         )
-        return {device: availability.trouble(device, resource, known) for device in asked}
+        return {device: availability.why_unavailable(device, resource, known) for device in asked}
 
     def _has_part_of_its_shares(self, pod_uid: str) -> bool:
         """Tell whether a container of the pod has shares.

@@ -101,7 +101,7 @@ def _install_client(settings: Settings, library: DeliveredLibrary) -> None:
         return
     proc_root = settings.gpu.proc_root
     if not settings.simulate and not HostProcesses(proc_root).visible:
-        raise library.trouble(
+        raise library.file_error(
             proc_root,
             "does not show the host's processes, so the agent cannot tell whose process registers "
             "with it, and every process of a container would end",
@@ -111,7 +111,7 @@ def _install_client(settings: Settings, library: DeliveredLibrary) -> None:
     product = "vgpu-manager's device-client"
     content = library.read(source, product=product)
     if not content.startswith(_ELF):
-        raise library.trouble(
+        raise library.file_error(
             source,
             "is not a program, and every process of a container would end without it",
             f"deliver {product} there",

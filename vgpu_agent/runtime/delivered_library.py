@@ -176,14 +176,14 @@ class DeliveredLibrary:
         except FileNotFoundError as err:
             raise HostFileError(f"cannot read {path}: {err.strerror}; {remedy}") from err
         except OSError as err:
-            raise host_files.trouble("read", path, err) from err
+            raise host_files.file_error("read", path, err) from err
         if not stat.S_ISREG(status.st_mode):
             raise HostFileError(f"{path} is not a file; {remedy}")
         if max(len(content), status.st_size) > _LARGEST:
             raise HostFileError(f"{path} is larger than {_LARGEST >> 20} MiB; {remedy}")
         return content
 
-    def trouble(self, path: str, what: str, remedy: str) -> HostFileError:
+    def file_error(self, path: str, what: str, remedy: str) -> HostFileError:
         """The error for a delivered file that cannot be used: what is wrong, and what helps."""
         return HostFileError(f"{path} {what}; {remedy}, {self._instead}")
 
@@ -241,17 +241,17 @@ class DeliveredLibrary:
                 if not any(map(library.exports, names))
             ]
         except ElfError as err:
-            raise self.trouble(self.source, str(err), deliver) from err
+            raise self.file_error(self.source, str(err), deliver) from err
         here = platform.machine()
         if library.machine != _MACHINES.get(here, library.machine):
-            raise self.trouble(
+            raise self.file_error(
                 self.source,
                 f"is built for another processor (ELF machine {library.machine}) than this "
                 f"node's, {here}",
                 deliver,
             )
         if missing:
-            raise self.trouble(
+            raise self.file_error(
                 self.source,
                 f"does not export {', '.join(missing)}, so it limits nothing",
                 deliver,

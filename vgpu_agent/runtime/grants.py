@@ -465,7 +465,7 @@ class GrantDirectory:
             # The first write reports a file in the place of the directory.
             names = []
         except OSError as err:
-            raise host_files.trouble("read", directory, err) from err
+            raise host_files.file_error("read", directory, err) from err
         for name in names:
             path = os.path.join(directory, name)
             if host_files.is_temporary(name):
@@ -687,7 +687,7 @@ class GrantDirectory:
         except FileNotFoundError:
             pass
         except OSError as err:
-            raise host_files.trouble("remove", path, err) from err
+            raise host_files.file_error("remove", path, err) from err
         with self._changing:
             self._records = {
                 token: kept for token, kept in self._records.items() if kept is not record
@@ -730,7 +730,7 @@ def _read(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except OSError as err:
-        raise host_files.trouble("read", path, err) from err
+        raise host_files.file_error("read", path, err) from err
 
 
 def _moved_away(path: str) -> str:
@@ -755,7 +755,7 @@ def _directories(parent: str) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as err:
-        raise host_files.trouble("read", parent, err) from err
+        raise host_files.file_error("read", parent, err) from err
 
 
 def _remove_unfinished(directory: str) -> None:

@@ -75,7 +75,7 @@ _REMEDIES = {
 }
 
 
-def trouble(action: str, path: str, err: OSError) -> HostFileError:
+def file_error(action: str, path: str, err: OSError) -> HostFileError:
     """The error for an operator: what could not be done, to which path, why, and what helps."""
     remedy = _REMEDIES.get(err.errno or 0, "check that file system")
     return HostFileError(f"cannot {action} {path}: {err.strerror or err}; {remedy}")
@@ -137,7 +137,7 @@ def move_aside(path: str) -> str:
         except FileNotFoundError:
             return ""
         except OSError as err:
-            raise trouble("move aside", path, err) from err
+            raise file_error("move aside", path, err) from err
         return aside
     raise HostFileError(
         f"cannot move aside {path}: {_MAX_ASIDE} earlier ones are still beside it; remove "
@@ -155,7 +155,7 @@ def make_directory(path: str, mode: int = 0o755) -> None:
         if not _is_directory(path, mode):
             _make_directory(path, mode)
     except OSError as err:
-        raise trouble("make directory", path, err) from err
+        raise file_error("make directory", path, err) from err
 
 
 def make_file(file: HostFile, mounts: MountTables) -> None:
@@ -198,7 +198,7 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
             os.close(descriptor)
         _replace(file.path, file.size, file.parts, file.mode, allocated=file.allocated)
     except OSError as err:
-        raise trouble("write", file.path, err) from err
+        raise file_error("write", file.path, err) from err
 
 
 def remove_file(directory: str, path: str) -> None:
@@ -226,7 +226,7 @@ def remove_file(directory: str, path: str) -> None:
     except FileNotFoundError:
         pass
     except OSError as err:
-        raise trouble("remove", shown, err) from err
+        raise file_error("remove", shown, err) from err
     finally:
         if at is not None:
             os.close(at)
@@ -250,7 +250,7 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
             make_directory(os.path.dirname(path))
             _replace(path, len(content), ((0, content),), mode)
     except OSError as err:
-        raise trouble("write", path, err) from err
+        raise file_error("write", path, err) from err
 
 
 def has(path: str, content: bytes) -> bool:
@@ -329,7 +329,7 @@ def _remake(provision: Provision) -> None:
         try:
             os.link(file.path, path, follow_symlinks=False)
         except OSError as err:
-            raise trouble("write", path, err) from err
+            raise file_error("write", path, err) from err
 
 
 def _require_only_root(path: str, judged: set[str]) -> None:
@@ -350,7 +350,7 @@ def _require_only_root(path: str, judged: set[str]) -> None:
         except FileNotFoundError:
             return
         except OSError as err:
-            raise trouble("look at", f"{at}/{part}", err) from err
+            raise file_error("look at", f"{at}/{part}", err) from err
         if (
             status.st_uid not in {0, os.geteuid()}
             and not stat.S_ISREG(status.st_mode)

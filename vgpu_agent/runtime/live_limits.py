@@ -63,14 +63,14 @@ def change_limit(path: str, index: int, limit: SlotLimit) -> None:
     try:
         descriptor = os.open(path, _OPEN_FLAGS)
     except OSError as err:
-        raise host_files.trouble("open", path, err) from err
+        raise host_files.file_error("open", path, err) from err
     try:
         _require_ours(descriptor, path)
         with _changing:
             _lock(descriptor, path, slot_offset(index))
             _write(descriptor, slot_offset(index), limits_offset(index), limit.packed())
     except OSError as err:
-        raise host_files.trouble("write", path, err) from err
+        raise host_files.file_error("write", path, err) from err
     finally:
         os.close(descriptor)  # and with it the lock
 

@@ -15,7 +15,7 @@ import os
 import stat
 
 from vgpu_agent.errors import HostFileError
-from vgpu_agent.runtime.host_files import replace_file, trouble
+from vgpu_agent.runtime.host_files import file_error, replace_file
 
 NAME = "pids.config"
 # The number of process ids that the library reads at most.
@@ -60,15 +60,15 @@ def write(directory: str, new: bytes) -> None:
             os.close(folder)
     except FileNotFoundError as err:
         if not os.path.isdir(directory):
-            raise trouble("write", path, err) from err
+            raise file_error("write", path, err) from err
         replace_file(path, new, _MODE)
         return
     except OSError as err:
-        raise trouble("write", path, err) from err
+        raise file_error("write", path, err) from err
     try:
         _write(descriptor, path, new)
     except OSError as err:
-        raise trouble("write", path, err) from err
+        raise file_error("write", path, err) from err
     finally:
         os.close(descriptor)  # this also releases the lock
 

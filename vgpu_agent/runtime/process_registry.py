@@ -42,7 +42,7 @@ from vgpu_agent.grpc.server import GrpcServer, Limits
 from vgpu_agent.pods import container_directory
 from vgpu_agent.runtime import process_list
 from vgpu_agent.runtime.cgroups import Member, PodCgroups
-from vgpu_agent.runtime.host_files import make_directory, trouble
+from vgpu_agent.runtime.host_files import file_error, make_directory
 from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.runtime.region_slots import resolve_slot
 from vgpu_agent.runtime.registry_acceptor import Acceptor, Caller, RateLimiter
@@ -295,7 +295,7 @@ class ProcessRegistry:
         except OSError as err:
             listener.close()
             sockets.remove(unfinished)
-            raise trouble("write", str(self._path), err) from err
+            raise file_error("write", str(self._path), err) from err
         made = sockets.identity(self._path)
         if made is None:
             listener.close()

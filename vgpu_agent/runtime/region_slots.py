@@ -129,7 +129,7 @@ class RegionSlots:
             with self._lock:
                 return self._take(path)
         except OSError as err:
-            raise host_files.trouble("make", path, err) from err
+            raise host_files.file_error("make", path, err) from err
 
     def remove_orphans(self) -> None:
         """Empty the slots without a link to them, and remove links without a target. An agent that

@@ -61,7 +61,7 @@ def remove_tree(
     except _TimeUpError:
         return False
     except OSError as err:
-        raise host_files.trouble("remove", path, err) from err
+        raise host_files.file_error("remove", path, err) from err
     return True
 
 
@@ -83,7 +83,7 @@ class _Tree:
                 return True
             top = self._entered(None, self._path)
         except OSError as err:
-            raise host_files.trouble("remove", self._path, err) from err
+            raise host_files.file_error("remove", self._path, err) from err
         try:
             while True:
                 self._progress, self._trouble = False, None
@@ -100,7 +100,7 @@ class _Tree:
         except OSError as err:
             self._trouble = err
         left = self._trouble or OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-        raise host_files.trouble("remove all of", self._path, left) from left
+        raise host_files.file_error("remove all of", self._path, left) from left
 
     def _removed_empty(self) -> bool:
         try:

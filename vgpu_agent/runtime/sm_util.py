@@ -37,7 +37,7 @@ from vgpu_agent.isolation.vgpu_tables import (
     SM_UTIL_SIZE,
     SM_UTIL_SLOT_SIZE,
 )
-from vgpu_agent.runtime.host_files import make_directory, replace_file, trouble
+from vgpu_agent.runtime.host_files import file_error, make_directory, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,9 +152,9 @@ class SmUtilFile:
                 replace_file(self._path, bytes(SM_UTIL_SIZE), _MODE)
                 descriptor = self._open()
         except OSError as err:
-            raise trouble("open", self._path, err) from err
+            raise file_error("open", self._path, err) from err
         if descriptor is None:
-            raise trouble("open", self._path, OSError(errno.EIO, "it was replaced meanwhile"))
+            raise file_error("open", self._path, OSError(errno.EIO, "it was replaced meanwhile"))
         return descriptor
 
     def _open(self) -> int | None:

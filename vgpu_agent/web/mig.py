@@ -44,6 +44,7 @@ def instance_view(gpu: Gpu, instance: MigInstance, now: float) -> MigView:
     """The instance as ``/debug`` shows it at ``now`` (unix seconds)."""
     reason = why_withheld(gpu, instance)
     health = UNHEALTHY if reason else instance.health.word
+    # `view` takes the fields that are not given from the instance, by their names
     return view(
         MigView,
         instance,

@@ -174,6 +174,7 @@ def _blame(status: AgentStatus, name: str, held: Held, seen: XidSeen, pod: Pod |
             f"Container {held.container} ended at {clock(ended_at)}, right after it: its own "
             "program has most likely caused it, and the GPU is not the cause; look at its log."
         )
+    # the UID of grants is the kubelet's, which differs from the API server's for static pods
     if others := _others(status, {name, pod.kubelet_uid if pod else name}, held):
         more = f" and {len(others) - _NAMED_PODS} more" if len(others) > _NAMED_PODS else ""
         return (

@@ -160,7 +160,7 @@ class OwnCertificate:
         if not any(found):
             raise ClusterError(
                 f"there is no webhook configuration {listed(self._options.configurations)}, so the "
-                "API server never calls; apply components/webhook, or correct "
+                "API server never calls; apply manifests/components/webhook, or correct "
                 "--webhook-configurations"
             )
         self._published, self._error = stored.authorities, ""
@@ -300,7 +300,7 @@ class OwnCertificate:
                 raise ClusterError(
                     f"no webhook of {kind} configuration {name} calls Service "
                     f"{self._options.namespace}/{self._options.service}; apply "
-                    "components/webhook again, or correct --service-name or "
+                    "manifests/components/webhook again, or correct --service-name or "
                     "--webhook-configurations"
                 )
             if not changed:

@@ -107,7 +107,7 @@ class Service:
         self, options: Options, family: AdmissionFamily, credentials: Credentials | None
     ) -> None:
         self._options = options
-        self._journal = Journal()
+        self._journal = Journal()  # only its log lines are read
         self._reviewer = Reviewer(
             family,
             journal=self._journal,

@@ -24,7 +24,7 @@ from vgpu_agent import __version__, log
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import HostFileError
 from vgpu_agent.model import GrantState
-from vgpu_agent.runtime.host_files import trouble
+from vgpu_agent.runtime.host_files import file_error
 from vgpu_agent.runtime.own_thread import OwnThread
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class AuditLog:
             finally:
                 os.close(file)
         except OSError as err:
-            raise trouble("write the audit log", self._path, err) from err
+            raise file_error("write the audit log", self._path, err) from err
 
     def _rotate(self) -> None:
         for number in range(_KEPT_FILES, 0, -1):

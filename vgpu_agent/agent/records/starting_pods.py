@@ -129,8 +129,8 @@ class StartingPods:
         """Return (UID, container) of the container that has waited longest for ``count`` ids of
         ``resource``; None without any.
         """
-        started = self._started()
-        for pod in self._pod_cache.pods:
+        started = self._started()  # have their shares; `container.started` (they run) comes later
+        for pod in self._pod_cache.pods:  # in the order in which they were bound
             for container in pod.containers:
                 if container.limits.get(resource) != count or container.started or pod.ended:
                     continue

@@ -97,7 +97,8 @@ class NvidiaFamily:
                 f"{len(ids)} (sharing.{setting}.failRequestsGreaterThanOne; ask for 1 of "
                 f"{resource.name})"
             )
-        # `automatic`: the resources whose ids are units of memory
+        # `automatic`: iktos's resources whose number of replicas follows from the memory of a
+        # device: each id is a unit of it
         if resource.name in self._options.automatic and len(devices := devices_behind(ids)) > 1:
             raise RequestRefusedError(
                 f"invalid request: {len(ids)} of {resource.name} are not free on one device, and "
@@ -158,8 +159,8 @@ class NvidiaFamily:
         if all(map(_is_mig_instance, device_of.values())) and len(set(device_of.values())) == len(
             device_of
         ):
-            # Whole MIG instances: the policies packed and distributed then apply to their GPUs,
-            # because a GPU without a holder can serve another family.
+            # Whole MIG instances: the operator's policies (packed, distributed) then apply to their
+            # GPUs, because a GPU without a holder can serve another family.
             device_of = {id_: gpu_of.get(device, device) for id_, device in device_of.items()}
         # `totals`: the number of ids of each device, free or not
         totals, policy = collections.Counter(device_of.values()), self._policy(resource)
@@ -230,9 +231,10 @@ class NvidiaFamily:
         if offered is None or offered.sharing is not SharingMode.MPS:
             return Share(uuid)
         mps, replicas = self._options.mps, offered.holders_of(uuid)
-        # Without limits of its own (`per_container_limits`, for as many replicas as it has) a
-        # container has those of the daemon, which are for one replica, of the GPU with the most of
-        # them. With `limits_in_containers` the daemon allows all of the GPU.
+        # `per_container_limits`: each container has limits of its own, in variables, for as many
+        # replicas as it has. `limits_in_containers`: that, and a container may ask for several, so
+        # the daemon limits nothing. Otherwise the daemon's limits apply. They are for one replica,
+        # those of compute for one of the GPU with the most replicas.
         return Share(
             uuid,
             memory_mib=memory_share_mib(

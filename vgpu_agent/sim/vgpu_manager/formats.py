@@ -1,9 +1,9 @@
 """The formats of the annotations and labels that vgpu-manager's scheduler extender reads and writes
 on nodes and pods, for the simulated extender.
 
-Used by `ledger` and `extender`. The agent's family `vgpu-manager` has other code for the same
-formats, so a format that one of the two misreads makes a test fail. Source of every format:
-vgpu-manager §3 and §4.
+Used by `sim.vgpu_manager.ledger` and `sim.vgpu_manager.extender`. The agent's family `vgpu-manager`
+has other code for the same formats, so a format that one of the two misreads makes a test fail.
+Source of every format: vgpu-manager §3 and §4.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FINISHED_TIME = str(2**63 - 1)
-"""The ``predicate-time`` of a pod whose allocation has succeeded or failed (vgpu-manager §4.2)."""
+"""The ``predicate-time`` (else: when the pod was filtered or bound) of a pod whose allocation has
+succeeded or failed (vgpu-manager §4.2).
+"""
 
 # the values of the label `assigned-phase`: how far the allocation of a pod has come
 FILTERING, ALLOCATING, SUCCEED, FAILED = "filtering", "allocating", "succeed", "failed"
