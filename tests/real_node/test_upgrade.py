@@ -36,10 +36,9 @@ from tests.real_node.rig.manifests import pod
 from tests.real_node.volcano import IDS, VGPU, vgpu
 from vgpu_agent.sim.state import SimulatedNode
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.alone]
-
 # Updates of each kind; more where the figures of docs/performance.md are measured.
 UPDATES = int(os.environ.get("UPGRADE_TEST_UPDATES", "1"))
+pytestmark = [pytest.mark.timeout(900 + 300 * UPDATES), pytest.mark.alone]
 PAUSE_SECONDS = 0.2
 # A machine that starts pods more slowly than five a second would run out of shares, and then of
 # what a node may have of pods. Looked at now and then, for that costs something as well.
@@ -241,6 +240,8 @@ def _measure(deployment: Deployment, make: Callable[[str], dict[str, Any]], repo
     changes = {"image": deployment.change_image, "setting": deployment.change_setting}
     for kind, change in changes.items():
         measured = _under_load(deployment, change, make, kind)
+        figures = f"{measured.pods} pods, {len(measured.failed)} failed, windows {measured.windows}"
+        print(f"{UPDATES} updates, another {kind}: {figures}")  # noqa: T201 - what it is run for
         report(f"{kind}_pods", measured.pods)
         report(f"{kind}_held_back", measured.held_back)
         report(f"{kind}_failed", measured.failed)
