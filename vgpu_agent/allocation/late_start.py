@@ -204,7 +204,8 @@ class LateStart:
                     f"{share.device} {share.memory_mib} MiB {share.cores_percent} %"
                     for share in grant.shares
                 ],
-                evidence=list(grant.evidence),
+                evidence=list(grant.evidence),  # sentences that prove the owner
+                # whether the kubelet's records, from which they come, list all pods
                 all_pods_listed=start.kubelet_evidence.whole,
                 milliseconds=round((time.perf_counter() - began) * 1000, 1),
             )
@@ -354,6 +355,8 @@ class LateStart:
         its pod has started since and it has not (`is_outdated`): all containers start anew then.
         """
         held = self._context.ledger.find(start.offered.name, start.ids)
+        # `decided_for`: for whom the shares were chosen, by a guess perhaps; `key`: whom the
+        # kubelet's records name
         if (
             held
             and held.shares

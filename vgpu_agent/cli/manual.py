@@ -85,7 +85,8 @@ def page() -> str:
     lines += [
         ".PP",
         _text(
-            "Each setting of the command run has a variable, which vgpu-agent config example names."
+            "Each setting of vgpu-agent run has a variable; vgpu-agent config example prints their "
+            "names."
         ),
     ]
     return "\n".join(lines) + "\n"

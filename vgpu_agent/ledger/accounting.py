@@ -218,7 +218,7 @@ def overbooked(
             excess[uuid] = Excess(Measure.COMPANY, booked.holders[uuid], 1)
         elif cores[uuid] > cores_limit:
             excess[uuid] = Excess(Measure.CORES, cores[uuid], round(cores_limit))
-        elif holders[uuid] > resource.holders_of(uuid):
+        elif holders[uuid] > resource.holders_of(uuid):  # how many it may have
             excess[uuid] = Excess(Measure.HOLDERS, holders[uuid], resource.holders_of(uuid))
     return excess
 

@@ -38,7 +38,8 @@ T = TypeVar("T")
 _SLICE_SECONDS = 0.002
 _PAUSE_SECONDS = 0.002  # between two slices of an explanation
 _KEPT_SECONDS = 1.0  # for which an answer of `/capacity` is given again
-# computing time of an explanation after which it stops counting pods and trying changes
+# Computing time of an explanation after which it no longer counts how many such pods would fit, nor
+# tries with which changes of its request the pod would fit.
 _MOST_SECONDS = 3.0
 _GET_SECONDS = 5.0  # for the pod
 _MAX_WAITING = 8

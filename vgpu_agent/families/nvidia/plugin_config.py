@@ -180,9 +180,10 @@ class _Translator:
     def _translate_value(self, path: str, node: yaml.Node) -> None:
         key = schema.value_paths()[_OUR_KEYS[path]]
         if node.value is None:
-            if not key.can_be_omitted_with:  # null means no value, as in JSON
-                return
-            # a list that may only be missing together with its section, and must not be empty
+            # empty but for a list that may only be missing with its section, which it names
+            if not key.can_be_omitted_with:
+                return  # null means no value, as in JSON
+            # an empty list, which is refused
             node = yaml.Node([], node.line)
         if key.items is not None:
             node = self._translate_items(path, key.items, node)

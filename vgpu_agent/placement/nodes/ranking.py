@@ -112,7 +112,8 @@ def _score(
 @functools.lru_cache(maxsize=1024)
 def _weights(demand: Demand) -> tuple[float, float, float]:
     """Return the weights of slots, memory and compute; they depend on the demand only."""
-    # a unit of memory counts as 1 MiB, and a percentage of a card's memory as 0
+    # Nodes differ in the size of a unit of memory and of a card: here a unit counts as 1 MiB, and a
+    # percentage of a card's memory as 0.
     number, memory, cores = total(demand, memory_factor=1, whole_card_mib=0)
     parts = (
         float(number),

@@ -46,7 +46,8 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
         return None
     # `Pod.containers` has them in the order of the claims: init containers and sidecars first.
     containers = tuple(
-        # with a factor of 1 the amounts of memory stay in the Node's units
+        # A limit counts memory in units of as many MiB as the Node's factor says. The Node is not
+        # known yet, so with a factor of 1 the amounts stay units.
         _container_demand(
             pod, container, read_request(pod, container, keys, factor=1), keys, options
         )
@@ -69,6 +70,7 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
         node_policy=policy_word(pod, keys.node_policy, POLICIES),
         device_policy=policy_word(pod, keys.device_policy, POLICIES),
         topology_mode=mode,
+        # `VIRTUAL`: only Nodes that offer more memory than their cards have; `PHYSICAL`: all others
         memory_policy=(
             VIRTUAL if memory.startswith("virt") else PHYSICAL if memory.startswith("phy") else ""
         ),
