@@ -21,8 +21,8 @@ CERTIFICATE_SECONDS = 5.0  # how often the files are checked, by default
 class Certificate:
     """The TLS context of a certificate that may be renewed while it is served.
 
-    State: the context that is served, the one of the newest valid certificate, and the versions of
-    both files that this one was loaded from: inode number and time of change.
+    State: the context, and the versions of both files that it was loaded from: inode number and
+    time of change.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Certificate:
         self._trouble = ""
         try:
             self._version = self._file_versions()
-            self._context = self._newest = self._load()
+            self._context = self._load()
         except (OSError, ValueError) as err:
             files = " and ".join(map(str, self._files))
             if isinstance(err, FileNotFoundError) and err.filename:
@@ -66,10 +66,6 @@ class Certificate:
                 f"cannot serve {listen} with TLS: {reason}; mount a certificate with its "
                 f"key in PEM, as {flags} name them"
             ) from err
-        # Called for each connection, also where the client names no server. Loading the files
-        # into the context that is served would make connections fail that begin between its
-        # certificate and its key.
-        self._context.sni_callback = self._use_newest
 
     async def context(self) -> ssl.SSLContext:
         """Return the context after checking the files for a renewed certificate. The object is
@@ -79,30 +75,37 @@ class Certificate:
         every = CERTIFICATE_SECONDS if self._every_seconds is None else self._every_seconds
         if now - self._checked_at >= every:
             self._checked_at = now
-            await asyncio.to_thread(self._reload_if_changed)
+            try:
+                version = await asyncio.to_thread(self._changed_version)
+                if version is not None:
+                    # Not in a thread: a handshake that came between certificate and key would fail.
+                    self._context.load_cert_chain(*self._files)
+                    self._version = version
+                    _logger.info("web.certificate_renewed", file=str(self._files[0]))
+                self._trouble = ""
+            except (OSError, ValueError) as err:
+                if str(err) != self._trouble:
+                    self._trouble = str(err)
+                    _logger.warning(
+                        "web.certificate_unusable",
+                        file=str(self._files[0]),
+                        error=str(err),
+                        remedy="the one before stays in use; mount a certificate with its key",
+                    )
         return self._context
 
-    def _reload_if_changed(self) -> None:
-        try:
-            version = self._file_versions()
-            if version != self._version:
-                self._newest = self._load()
-                self._version = version
-                _logger.info("web.certificate_renewed", file=str(self._files[0]))
-            self._trouble = ""
-        except (OSError, ValueError) as err:
-            if str(err) != self._trouble:
-                self._trouble = str(err)
-                _logger.warning(
-                    "web.certificate_unusable",
-                    file=str(self._files[0]),
-                    error=str(err),
-                    remedy="the one before stays in use; mount a certificate with its key",
-                )
+    def _changed_version(self) -> tuple[tuple[int, int], ...] | None:
+        """Return the version of files that have changed and can be used; None if they have not.
 
-    def _use_newest(self, connection: ssl.SSLObject, *_: object) -> None:
-        """Give a new connection the newest valid certificate."""
-        connection.context = self._newest
+        Raises:
+            OSError: a file cannot be read, or its content is no certificate with its key.
+            ValueError: likewise.
+        """
+        version = self._file_versions()
+        if version == self._version:
+            return None
+        self._load()  # tried first: a wrong key would leave the served context without one
+        return version
 
     def _file_versions(self) -> tuple[tuple[int, int], ...]:
         found = [file.stat() for file in self._files]
