@@ -21,6 +21,7 @@ class Figure:
     limit: float | None
     unit: str
     how: str
+    scaled: bool = False  # the limit allows for the speed of the processor already
 
     @property
     def met(self) -> bool:
@@ -32,9 +33,9 @@ class Figure:
 
         Only times and shares of a processor's time have other limits there.
         """
-        if self.limit is None or self.unit not in _OF_TIME:
+        if self.limit is None or self.unit not in _OF_TIME or self.scaled:
             return self
-        return dataclasses.replace(self, limit=round(self.limit * factor, 3))
+        return dataclasses.replace(self, limit=round(self.limit * factor, 3), scaled=True)
 
     @property
     def line(self) -> str:
