@@ -62,7 +62,14 @@ class Server:
 class Cluster:
     """Nodes ``n0``, ``n1``, … with two cards each, and their extender."""
 
-    def __init__(self, nodes: int = 2, *, server: Api | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        nodes: int = 2,
+        *,
+        server: Api | None = None,
+        grace_seconds: float = GRACE_SECONDS,
+        **more: Any,
+    ) -> None:
         self.server, self.book, self.journal = Server(), Book(), Journal()
         self.raised: list[tuple[str, str]] = []
         self.extender = Extender(
@@ -71,7 +78,7 @@ class Cluster:
             read_pod=decode.pod,
             api=server or self.server,
             journal=self.journal,
-            grace_seconds=GRACE_SECONDS,
+            grace_seconds=grace_seconds,
             clock=lambda: 1787331600.0,
             events=PodEvents(self),  # type: ignore[arg-type]  # a stand-in with what is called
             **more,
@@ -390,6 +397,38 @@ async def test_a_pod_says_how_long_its_cards_are_kept(text: str, seconds: float)
     cluster.extender.expire_promises()
     assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == []
     await asyncio.sleep(1)
+    cluster.extender.expire_promises()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]
+
+
+@pytest.mark.looptime
+async def test_a_corrected_annotation_counts_from_the_next_filter_on() -> None:
+    """The owner need not delete the pod."""
+    cluster, pod = Cluster(1), a_pod("a", **WHOLE)
+    pod["metadata"]["annotations"] = {KEYS.stuck_grace: "2s"}
+    cluster.filter(pod)
+    pod["metadata"]["annotations"] = {KEYS.stuck_grace: "200s"}
+    cluster.filter(pod)
+    await asyncio.sleep(199)
+    cluster.extender.expire_promises()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == []
+    pod["metadata"]["annotations"] = {}
+    cluster.filter(pod)
+    await asyncio.sleep(GRACE_SECONDS + 1)
+    cluster.extender.expire_promises()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]
+
+
+@pytest.mark.looptime
+async def test_a_pod_may_ask_for_what_the_operator_gives_all() -> None:
+    """With ``--stuck-grace-period 10m`` nine hours are ten minutes."""
+    cluster, pod = Cluster(1, grace_seconds=600.0), a_pod("a", **WHOLE)
+    pod["metadata"]["annotations"] = {KEYS.stuck_grace: "9h"}
+    cluster.filter(pod)
+    await asyncio.sleep(599)
+    cluster.extender.expire_promises()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == []
+    await asyncio.sleep(2)
     cluster.extender.expire_promises()
     assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]
 

@@ -100,7 +100,8 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--stuck-grace-period",
         "DURATION",
-        "how long cards are kept for a pod that is not bound, 1s or more",
+        "how long cards are kept for a pod that is not bound, unless its annotation "
+        "stuck-grace-period says so; 1s or more",
         "30s",
         type=_seconds,
     )

@@ -57,6 +57,7 @@ _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
 _AGAIN = "kube-scheduler will filter it again"
 _TEXTS = {reason: reason.value for reason in Reason}
+_MOST_GRACE_SECONDS = 300.0
 # kube-scheduler tries each pod again after five minutes, whatever the answer was. Within them, the
 # text of a refusal makes it try again at most ten times (`_refusal`). At most `_MAX_REFUSED` pods
 # are remembered for it.
@@ -95,8 +96,6 @@ class _Promise(msgspec.Struct):
         pod: as it was when it was filtered.
         holding: its cards.
         wanted: its demand.
-        grace_seconds: how long the cards are kept from the last filter call on, and then between
-            two questions to the API server.
         until: when the promise ends (the loop's time).
         binding: the pod is being bound, or the result of a bind is unknown. Then only the watch of
             pods, or an answer of the API server about the pod, ends the promise.
@@ -107,7 +106,6 @@ class _Promise(msgspec.Struct):
     pod: Pod
     holding: Holding
     wanted: PodDemand
-    grace_seconds: float
     until: float
     binding: bool = False
     under_way: bool = False
@@ -295,7 +293,7 @@ class Extender:
             now = asyncio.get_running_loop().time()
             if promise.until > now or not promise.binding or promise.under_way:
                 continue
-            promise.until, promise.under_way = now + promise.grace_seconds, True
+            promise.until, promise.under_way = now + self._grace_seconds, True
             beat()
             try:
                 found = await self._look_up(promise.pod)
@@ -430,7 +428,7 @@ class Extender:
             return None
         node = promise.holding.node
         if node in candidates and promise.wanted == wanted and self._book.can_keep(pod.uid):
-            promise.until = asyncio.get_running_loop().time() + promise.grace_seconds
+            promise.until = self._kept_until(pod)
             return Choice(node=node, holding=promise.holding, reasons={})
         if promise.binding:
             raise RequestRefusedError(
@@ -503,10 +501,17 @@ class Extender:
         return f"{_joined(reasons)}, and other nodes may have room (try {tries})"
 
     def _promise(self, pod: Pod, holding: Holding, wanted: PodDemand) -> None:
-        grace_seconds = self._family.grace_seconds(pod) or self._grace_seconds
-        until = asyncio.get_running_loop().time() + grace_seconds
-        self._promises[pod.uid] = _Promise(pod, holding, wanted, grace_seconds, until)
+        self._promises[pod.uid] = _Promise(pod, holding, wanted, self._kept_until(pod))
         self._book.hold(pod.uid, holding)
+
+    def _kept_until(self, pod: Pod) -> float:
+        """Return when a promise to the pod ends that is made or renewed now. A pod may ask for
+        more time than the operator allows others, but not for hours: the cards serve no other pod
+        meanwhile, and it may never be bound.
+        """
+        asked = self._family.grace_seconds(pod) or self._grace_seconds
+        seconds = min(asked, max(self._grace_seconds, _MOST_GRACE_SECONDS))
+        return asyncio.get_running_loop().time() + seconds
 
     def _end_promise(self, uid: str) -> None:
         if self._promises.pop(uid, None) is not None:
@@ -552,7 +557,7 @@ class Extender:
                 raise
         finally:
             promise.under_way = False
-            promise.until = asyncio.get_running_loop().time() + promise.grace_seconds
+            promise.until = asyncio.get_running_loop().time() + self._grace_seconds
         self._journal.record("scheduler.bound", pod=promise.pod.full_name, node=arguments.node)
         if self._events is not None:
             self._events.bound(promise.pod, promise.holding, numbers)

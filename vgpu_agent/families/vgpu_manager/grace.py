@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 LEAST_GRACE_SECONDS = 1.0
-# Cards that are kept for a pod serve no other, and anybody can write the annotation of a pod that
-# is never bound.
-_MOST_GRACE_SECONDS = 300.0
 # Go's time.ParseDuration; a minus is left out, since no duration here may be negative
 _PART = re.compile(r"(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<unit>ns|us|µs|μs|ms|s|m|h)")
 _MOST_SECONDS = 2**63 // 10**9  # Go counts nanoseconds in 64 bits
@@ -24,11 +21,9 @@ _LONGEST_DURATION = 64
 
 
 def grace_seconds(pod: Pod, keys: Keys) -> float | None:
-    """Return the time that the pod's annotation asks for, at most five minutes; None without a
-    valid one.
-    """
+    """Return the time that the pod's annotation asks for; None without a valid one."""
     seconds = seconds_of(pod.annotations.get(keys.stuck_grace, "").strip())
-    return min(seconds, _MOST_GRACE_SECONDS) if seconds >= LEAST_GRACE_SECONDS else None
+    return seconds if seconds >= LEAST_GRACE_SECONDS else None
 
 
 def seconds_of(duration: str) -> float:

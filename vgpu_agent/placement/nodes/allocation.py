@@ -283,7 +283,9 @@ class _Free(NamedTuple):
     are_alike: bool
 
 
-@functools.lru_cache(maxsize=1024)  # each demand is compared with each new state of a Node
+# Each demand is compared with each new state of a Node. Few are kept, because the description of a
+# Node with many linked cards takes a megabyte.
+@functools.lru_cache(maxsize=64)
 def _free(hardware: Hardware, taken: tuple[Amounts, ...]) -> _Free:
     number = slots = memory = cores = 0
     sizes, strongest = set(), 0
