@@ -42,6 +42,8 @@ class ListedDevice(msgspec.Struct, frozen=True):
 class IdCodec(Protocol):
     """The texts that stand for the numbers of the ids of one device (`IdBlock`).
 
+    By default they are decimal digits; vgpu-manager's ids have another form.
+
     Texts are ASCII, each stands for one number only, and a greater number never has a shorter one.
     Codecs that give the same texts are equal.
     """

@@ -550,7 +550,8 @@ class KubeletRecords(msgspec.Struct, frozen=True):
             records may add grants to the ledger but never remove any.
         trouble: which source was missing or unreadable, and why; empty when both could be read.
         entries: the lines of the checkpoint as they are, also of ended pods and of init containers;
-            None when it could not be read.
+            None when it could not be read. Of containers with the same ids, the one that holds them
+            is found from these.
     """
 
     holdings: tuple[Holding, ...] = ()
@@ -612,7 +613,7 @@ class ControlledUse(msgspec.Struct, frozen=True):
         limits: those in its ``vgpu.config``; empty where there is none that can be read.
         trouble: why that file does not limit this container as intended; empty when it does.
         registers_processes: its library lets every process register with the agent, before it uses
-            a card.
+            a card, so one that has not registered runs without the library.
         on_cards: its processes on cards as the driver and the kernel name them: (card's UUID,
             process id on the host, MiB).
     """

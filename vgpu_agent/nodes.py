@@ -27,8 +27,8 @@ class Node:
         allocatable: the same for what pods may ask for.
         conditions: type → (status, reason, message).
         taints: key → its effects, separated by commas in alphabetical order.
-        seen_at: annotation → unix seconds at which the watch first showed its present value;
-            empty where the Node did not come from the watch.
+        seen_at: annotation → unix seconds at which the watch first showed its present value,
+            for the age of schedulers' locks; empty where the Node did not come from the watch.
     """
 
     name: str

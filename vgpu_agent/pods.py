@@ -177,7 +177,9 @@ class DesiredPod(msgspec.Struct, frozen=True):
 
 
 class Trait(enum.StrEnum):
-    """A property of a pod that filters of kube-scheduler check beside the amounts of resources."""
+    """A property of a pod that filters of kube-scheduler check beside the amounts of resources.
+    The scheduler extender looks at it before it spares a victim that kube-scheduler has proposed.
+    """
 
     HOST_PORTS = "host ports"
     ANTI_AFFINITY = "anti-affinity"  # to other pods
@@ -356,7 +358,8 @@ class PodCache:
     Attributes:
         left_out: how often a pod was not taken into the cache or was dropped from it, because there
             are too many or it is too large.
-        ends: the number of pods whose end or removal was seen.
+        ends: the number of pods whose end or removal was seen; readers look for ended pods again
+            when it has changed.
         synced: set after the first complete list.
         lists: the number of complete lists; between two lists, pods may have come and gone unseen.
     """
@@ -633,8 +636,8 @@ class PodCache:
                     known = found.get(claimed)
                     if known is None or known.bound < pod.bound:
                         found[claimed] = pod.as_static(claimed)
-            # Comparison by identity must find the same object as long as nothing about it has
-            # changed.
+            # The same object as long as nothing about it has changed, because what was computed
+            # from a pod is kept as long as its object is the same (`allocation.desired_state`).
             before = self._static_before
             self._static = {
                 uid: before[uid] if before.get(uid) == pod else pod for uid, pod in found.items()

@@ -405,7 +405,8 @@ class ClusterAccess:
             journal=self._journal,
             tokens=tokens,
             starting=pods_are_starting,
-            # these only show how far a start has come, and are written last
+            # These only show how far a start has come. While the kubelet is starting pods they
+            # wait, for some seconds at most.
             progress_annotations=frozenset().union(
                 *(family.vocabulary(settings).progress_annotations for family in FAMILIES)
             ),

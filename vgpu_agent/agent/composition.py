@@ -272,6 +272,7 @@ class Agent:
                 notices=self._notices,
                 overcommits=self._overcommits,
                 node_annotations=lambda: self._cluster.node_annotations,
+                # for how long the API server has answered without a failure
                 api_reachable_seconds=self._cluster.reachable_seconds,
             ),
         )
@@ -338,7 +339,8 @@ class Agent:
                 sockets.age_seconds, kubelet_settings.kubelet_socket
             ),
         )
-        # reports pods whose device the node no longer has
+        # reports pods whose device the node no longer has, and keeps in a file of which GPU each
+        # MIG instance was
         self._missing_devices = MissingDevices(
             settings,
             self._ledger,
@@ -548,6 +550,7 @@ class Agent:
                 problems=self._problems,
             ),
         )
+        # until schedulers can read on the Node what the plugin servers then register
         await self._cluster.until_node_written(api_server.START_WAIT_SECONDS)
         self._mps.start()
         await self._offering.sync()

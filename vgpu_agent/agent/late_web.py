@@ -110,6 +110,7 @@ class LateWeb:
             debug_listen=settings.debug_listen,
             max_body_bytes=MAX_BODY_BYTES,
             request_timeout_seconds=REQUEST_TIMEOUT_SECONDS,
+            # whether `listen` shows the names of pods, too, as `debug_listen` always does
             pod_names_everywhere=settings.web.pod_names == "all",
             shutdown_seconds=SHUTDOWN_SECONDS,
             exporters=self._exporters,

@@ -68,7 +68,8 @@ class NamedConfiguration:
         revision: a count that advances when ``in_force`` is set, for which tasks can wait.
         label: the label's value when it was read last, empty where the Node has none; None when it
             was never read.
-        waited_seconds: the time spent on waiting for the API server at the start.
+        waited_seconds: the time spent on waiting for the API server at the start, by which
+            `api_server` shortens its own wait.
     """
 
     def __init__(self, sources: Sources, settings: Settings, journal: Journal) -> None:
@@ -121,7 +122,8 @@ class NamedConfiguration:
             if before is not None and (not before.key or before.key in keys):
                 self._take(Choice(before.key, reason="in force before the agent was restarted"))
             else:
-                # the choice for a Node without the label
+                # The choice for a Node without the label. If that fails as well, its key is empty,
+                # and without its problem it is the valid choice of no configuration.
                 self._take(
                     msgspec.structs.replace(self._named_documents.choose("", keys), problem="")
                 )
@@ -302,5 +304,6 @@ async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfigu
     """
     if not plugin_document().named_documents(loaded.settings).directory:
         return loaded, None
+    # The agent, which is built later, takes over this journal as its own.
     named = NamedConfiguration(loaded.sources, loaded.settings, Journal())
     return await named.begin(), named

@@ -178,6 +178,7 @@ class Report:
             origins=families.origins,
             limits=families.limits,  # what each family's library limits in containers
             file_problems=families.problems,  # of the configuration files of replaced plugins
+            # problems that some pods will have with the offered resources
             cautions=(*families.cautions, *self.offering.cautions.values()),
             # directories of ended containers that cannot be removed, and why
             left_over=dict(self.grants.left_over),

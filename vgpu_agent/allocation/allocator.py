@@ -260,8 +260,8 @@ class Allocator:
                 )
 
     def may_start_unasked(self, resource: str) -> bool:
-        """Tell whether a container may start without PreStartContainer:
-        what it would start with must be its own, or nothing.
+        """Tell whether a container may start without PreStartContainer, as it has to while no
+        agent runs: what it would start with must be its own, or nothing.
 
         That holds for ids that name their device and for a CDI name, but not for an early answer
         that has not been proven, nor while there are specs of an earlier agent whose containers
@@ -320,6 +320,7 @@ class Allocator:
             # lock from before our start may be removed.
             for offer in self._ledger.resources:
                 self.allocated_at[offer.name] = self._context.clock()
+        # where the pod decides, the kubelet may have given an id to several containers; one counts
         records = self._interpretation.with_single_holders(records)
         corrections = self._ledger.reconcile(
             records,
@@ -348,6 +349,7 @@ class Allocator:
                 devices=_devices(grant),
                 reason=correction.reason,
             )
+        # both forget the pods that are gone; `early` learns which of its guesses were right
         self.early.after_verification(records)
         self.late_start.after_verification()
         if self._context.pods.synced.is_set():

@@ -3,10 +3,10 @@ pod that gives way.
 
 The kubelet may give ids to two pods, and takes them from neither (kubelet §7). Its calls for the
 two are the same, so no start with these ids can be allowed while both pods are there, and both
-would wait for ever. So one of them gives way: it is refused for good, which tells its owner, and
-lets `cluster` recreate or evict it where the operator wants that. It is never a pod of which a
-container with such devices has started, nor a static pod, which the API server cannot end. If there
-is no other, a person has to decide.
+would wait for ever. So one of them gives way: it is refused for good. `cluster` then writes an
+event that tells the pod's user so, and recreates or evicts the pod where the operator wants that.
+It is never a pod of which a container with such devices has started, nor a static pod, which the
+API server cannot end. If there is no other, a person has to decide.
 """
 
 from __future__ import annotations

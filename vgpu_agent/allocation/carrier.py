@@ -61,7 +61,7 @@ class GrantRecord(msgspec.Struct, frozen=True):
         token: see `grant_token`.
         id_count: how many ids there are; the ids themselves are in the kubelet's checkpoint.
         owner: with UID, namespace and names.
-        shares: in the family's order.
+        shares: in the order of the family's decision.
         decider: who has decided on the shares, in words, e.g. ``decided by the agent, binpack``.
         decided_at: unix seconds.
         own_directory: the grant's own host directory, which is removed once the pod is gone.
@@ -87,7 +87,8 @@ class GrantRecord(msgspec.Struct, frozen=True):
 
 
 class InlinedEdits(NamedTuple):
-    """The edits behind CDI names, to be written into the spec of a grant.
+    """The edits behind CDI names. A grant's spec gets them instead of the names, because a spec
+    cannot refer to another one.
 
     Attributes:
         version: the lowest CDI version that knows all of these edits.

@@ -97,6 +97,8 @@ class Claims:
         since = {
             (claim.pod_uid, claim.family, claim.gpu): claim.since for claim in self._ledger.claims
         }
+        # `decided_for`: the UID of the pod and the container that the shares were chosen for, by a
+        # guess perhaps
         started = {
             grant.decided_for for grant in self._ledger.grants if grant.decided_for and grant.shares
         }

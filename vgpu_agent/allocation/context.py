@@ -120,9 +120,10 @@ class Context(msgspec.Struct):
         node_annotations: returns the annotations of this node's Node in the API server; empty while
             the Node has not been read.
         api_reachable_seconds: returns for how many seconds the API server has answered without a
-            failure.
+            failure. Soon after an outage, the statuses of pods may still be old.
         clock: the wall clock, unix seconds.
-        booted_at: returns the unix seconds of the host's last boot.
+        booted_at: returns the unix seconds of the host's last boot. Init containers that ended
+            before it run again.
         families: the families in force; `Allocator.use_families` replaces them.
         mode: the binding mode; None while ``binding.mode`` is ``auto`` and nothing is known of this
             node's Node. `Allocator.use_mode` sets it.
@@ -176,7 +177,7 @@ class Context(msgspec.Struct):
             shares=grant.shares,
             decider=decider,
             decided_at=max(self.clock(), math.nextafter(latest, math.inf)),
-            own_directory=provision.own_directory,
+            own_directory=provision.own_directory,  # the grant's on the host, removed with it
             may_overcommit=grant.may_overcommit,
             # `ruled_out`: the containers that cannot run when this one starts. So older records of
             # these init containers no longer count.

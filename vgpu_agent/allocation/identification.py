@@ -289,7 +289,9 @@ class Identification:
     def _starting_container(
         self, pod: Pod, names: Collection[str], last: GrantRecord | None, *, status_is_current: bool
     ) -> str | None:
-        """Call `shared_ids.starting_container` with the time of the last boot."""
+        """Call `shared_ids.starting_container` with the time of the last boot, after which the
+        pod's containers start again from the first one.
+        """
         booted_at = self._context.booted_at()
         return starting_container(
             pod, names, last, status_is_current=status_is_current, booted_at=booted_at

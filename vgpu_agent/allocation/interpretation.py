@@ -64,6 +64,8 @@ class Interpretation:
         also where the kubelet has given an id to several containers.
         """
         names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
+        # `decided_for`: (pod's UID, container) that the shares were decided for, set only where the
+        # pod decides; `owner`: the container that the kubelet names, which a guess may have missed.
         names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
             record.resource for record in self._context.carrier.records
         }
@@ -171,6 +173,7 @@ class Interpretation:
         ``hidden`` are those of `_hidden_inits`. Each is removed once it has a holding.
         """
         pod = self._pod_of(holding)
+        # the kubelet's UID of the pod; a static pod's mirror in the API server has another
         uid = pod.kubelet_uid if pod else holding.owner.pod_uid
         name = ""
         key = (uid, holding.resource)

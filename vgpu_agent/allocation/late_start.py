@@ -305,6 +305,8 @@ class LateStart:
         try:
             found = await self._identification.identify(offered, ids, token, family)
         except NotProvenError as err:
+            # Where the records still name several containers after some seconds, it refuses one of
+            # their pods for good and advises to delete that one; never a pod in `started`.
             self._ambiguities.refuse(offered.name, token, err, self.started)
             self._journal_refusal("start.not_proven", token, str(err), resource=offered.name)
             raise

@@ -49,7 +49,8 @@ def question(
                 of_pod.append(grant)
             if decided_for == (uid, container) or not wanted.isdisjoint(grant.ids):
                 own.append(grant.number)  # the number by which the ledger knows it
-    # the pod's other containers → their shares
+    # the pod's other containers → their shares, by which some families choose the devices of this
+    # container
     siblings = {
         grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares
     }
@@ -62,7 +63,8 @@ def question(
         *own,
         *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ()),
     }
-    # device → a grant that has a part of it then
+    # device → a grant that has a part of it then, so that a family sees which devices are in use,
+    # and by whom
     taken = {
         share.device: grant
         for grant in holding

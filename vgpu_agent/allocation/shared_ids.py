@@ -67,7 +67,8 @@ def starting_container(
 
 def has_containers_waiting_behind_init(pods: Iterable[Pod], resource: str) -> bool:
     """Tell whether a pod has an init container with ``resource``, followed by containers with it
-    that have not started. Under the CDI name of their ids these may find the init container's spec.
+    that have not started. Under the CDI name of their ids these may find the init container's spec,
+    so no container may start with ``resource`` while there is no agent to be asked at its start.
     """
     for pod in pods:
         asking = [each for each in pod.containers if each.limits.get(resource, 0) > 0]

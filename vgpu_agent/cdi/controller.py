@@ -309,6 +309,7 @@ class CdiController:
     def _uses_cdi_names(self, resource: Resource) -> bool:
         if self._strategies_use_names:
             return True
+        # late grants of families whose pods decide have specs of their own for the edits
         return (
             self._settings.cdi.inline and resource.decided_by is not Decider.IDS and self._is_late()
         )

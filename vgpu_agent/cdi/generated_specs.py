@@ -138,9 +138,11 @@ class GeneratedSpecs:
         self._made: dict[str, _Made] = {}
         self._unwritten: dict[str, _Made] = {}  # made, but not in their files yet
         self._errors: dict[str, str] = {}  # kind → why its spec is not as desired
-        self._stuck = Stuck()  # a killed run of the tool that does not end
+        # a killed run of the tool that does not end; no other is started until it has
+        self._stuck = Stuck()
         self._knows_earlier = False  # true once the file of an earlier agent was looked for
-        self.tried = asyncio.Event()  # the current desired state was tried at least once
+        # the current desired state was tried at least once; the agent's start waits for that
+        self.tried = asyncio.Event()
         self.revision = Revision()  # of the names and errors
 
     def want(self, wanted: Wanted) -> None:
@@ -163,7 +165,9 @@ class GeneratedSpecs:
 
     @property
     def gpu_spec_facts(self) -> Hashable:
-        """`Wanted.device_facts` of the GPUs' spec that is there now; None while there is none."""
+        """`Wanted.device_facts` of the GPUs' spec that is there now; None while there is none.
+        Where names are indices, `controller` learns from them which device each one stood for.
+        """
         made = self._made.get(GPU_KIND)
         return made.device_facts if made is not None else None
 

@@ -200,6 +200,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "by": record.decider,
         "decided-at": repr(record.decided_at),
         "collected": record.own_directory,  # it is removed (collected) once the pod is gone
+        # a scheduler decided, so the shares may exceed the device's compute or number of holders
         **({"may-overcommit": "true"} if record.may_overcommit else {}),
         # the init containers that this start shows not to be running, so they hold nothing now
         **({"rules-out": ",".join(record.inits_not_running)} if record.inits_not_running else {}),

@@ -117,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _asked(address: Address, form: str | None, timeout_seconds: float) -> tuple[str, str]:
     """Return the overview in the ``form`` that -o names (None: as text), and the node's state."""
-    # by the last two the agent's answer is recognised, as JSON and as text
+    # `{}`: no further query parameters; by the last two the agent's answer is recognised, as JSON
+    # and as text
     return answers.shown(address, _PATH, {}, form, timeout_seconds, key="node", beginning="node ")
 
 

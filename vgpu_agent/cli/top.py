@@ -108,14 +108,14 @@ class _Pod(msgspec.Struct):
 
 
 class _Problem(msgspec.Struct):
-    part: str = ""
+    part: str = ""  # what has the problem; the view shows only how many there are
 
 
 class Node(msgspec.Struct):
     """The fields of ``/debug/status`` that are shown."""
 
     node: str
-    ready: bool = False
+    ready: bool = False  # the agent's ``/readyz`` succeeds
     simulated: bool = False
     driver_version: str = ""
     gpus: tuple[_Gpu, ...] = ()

@@ -324,7 +324,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         port=arguments.server_bind_port,
         pinned=Pinned(arguments.pinned_pods),
         watches_nodes=arguments.watch_nodes,
-        least_largest_node=arguments.largest_node,
+        least_largest_node=arguments.largest_node,  # a larger one that is seen counts instead
         max_body_bytes=arguments.max_body_bytes,
         body_seconds=arguments.body_seconds,
         drain_seconds=arguments.drain_seconds,

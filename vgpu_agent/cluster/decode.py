@@ -309,7 +309,8 @@ def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
         resource_version=metadata.resource_version[:_LONGEST_VERSION],
         reported=reported,
         # A Binding sets this condition. A pod that was created with spec.nodeName gets it from the
-        # kubelet.
+        # kubelet, so `scheduled` is False only for such a pod until the kubelet has accepted it,
+        # and for one without a Node.
         scheduled=(
             reported
             or any(

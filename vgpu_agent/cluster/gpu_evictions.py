@@ -164,6 +164,7 @@ class GpuEvictions:
         elif err.status not in {404, 409}:
             # 404 and 409: the pod is gone or another one has its name, and the watch will show that
             self.counts["failed"] += 1
+            # `PERMISSION`: the RBAC right for evictions, which the log names if it is missing
             self._failure_log.failed("eviction", err, PERMISSION, pod=pod.full_name)
 
     def _forget_all_but(self, uids: Mapping[str, object]) -> None:

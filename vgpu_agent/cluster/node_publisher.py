@@ -135,8 +135,8 @@ class NodePublisher:
         # entry → value that the API server does not accept, until when it is left alone
         self._refused: dict[str, tuple[Any, float]] = {}
         self._uid = ""
-        # The version of the Node after which another client has written, and until when to wait for
-        # a newer one.
+        # The version of the Node after which another client has written, or we have removed guarded
+        # annotations; and until when to wait for a newer one.
         self._outdated = ("", 0.0)
         self._removed: frozenset[str] = frozenset()  # the keys that we removed from that version
         # entry → the reason why its write waits, which is logged when it changes

@@ -324,6 +324,7 @@ class PodPublisher:
             )
             return
         writing.backoff.failed(err)
+        # 403: the permission is missing, for all pods and until somebody grants it
         if is_permanent(err) and err.status != 403:
             writing.unwanted = changes
             self._failure_log.failed(

@@ -190,7 +190,9 @@ class Reflector(Generic[T]):
 
     @property
     def reachable_seconds(self) -> float:
-        """The seconds for which lists and watches have not failed; 0 while they fail."""
+        """The seconds for which lists and watches have not failed; 0 while they fail. Soon after an
+        outage, the statuses of pods may still be old.
+        """
         if self._well_since is None:
             return 0.0
         return asyncio.get_running_loop().time() - self._well_since

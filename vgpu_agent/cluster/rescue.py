@@ -139,7 +139,7 @@ class Rescue:
             refusals: the starts that are refused at the moment; only final ones count.
             wake: advances with each change of ``refusals``.
             stale: names of annotations and labels that are removed from a pod before it is
-                recreated.
+                recreated: what schedulers and the agent have written about the one that failed.
             events: writes events for the owners.
             copies: the file of the pods between deletion and creation.
             journal: records what is done, and failures.

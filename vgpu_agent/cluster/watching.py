@@ -191,7 +191,9 @@ class _Only:
             self._latest.publish(None if node is None else self._dated(node))
 
     def _dated(self, node: Node) -> Node:
-        """Add the times since which each annotation has had its value without interruption."""
+        """Add the times since which each annotation has had its value without interruption. They
+        tell how long a scheduler's lock, which is an annotation, has been there.
+        """
         before, now = self._latest.value, self._clock()
         known, dates = (
             ({}, {})

@@ -60,6 +60,7 @@ class WriteHistory:
             return 0.0
         wait = apart_seconds
         if write.value == desired:
+            # the watch does not show the write yet; it gets the time that any request may take
             unseen = not write.shown and shown == write.before
             wait = max(wait, write.pause_seconds, api.REQUEST_TIMEOUT_SECONDS if unseen else 0.0)
         return max(0.0, write.at + wait - asyncio.get_running_loop().time())

@@ -47,7 +47,7 @@ def yaml_value(value: Any) -> str:
         return value if _UNQUOTED.match(value) and value not in _NOT_TEXT else json.dumps(value)
     if isinstance(value, tuple | list):
         return "[" + ", ".join(yaml_value(item) for item in value) + "]"
-    return shown(value)
+    return shown(value)  # e.g. a number or a boolean, as YAML has it
 
 
 def _section(section: schema.Struct, path: str, indent: str) -> Iterator[str]:

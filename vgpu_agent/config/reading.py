@@ -32,7 +32,8 @@ class Place(msgspec.Struct, frozen=True):
     """The place in a source that a value comes from.
 
     Attributes:
-        origin: the place as text, in the form of `Loaded.origins`.
+        origin: the place as text, in the form that users see beside a value: ``config.yaml:12``,
+            ``environment X``, ``flag --x``.
         prefix: the place as text, in the form that begins an error message.
         line: the line number in a file; 0 for a flag, a variable or a default.
         plugin_key: the key's dotted path in a file of NVIDIA's plugin; empty in any other source.

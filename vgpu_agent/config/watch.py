@@ -45,9 +45,10 @@ async def changes(
         loaded: the settings in force.
         interval_seconds: how often the files are read, ``RELOAD_SECONDS`` of `agent.reload`.
         sources: None where the files are always the same ones. Otherwise it returns the current
-            sources before each reading of the files: a label may choose another configuration file
-            of NVIDIA's plugin, whose name is then in `load.Sources.flags`. Other flags than before
-            are a change even if the content is the same.
+            sources (flags, environment variables, our file's name) before each reading of the
+            files: a label may choose another configuration file of NVIDIA's plugin, whose name is
+            then in `load.Sources.flags`. Other flags than before are a change even if the content
+            is the same.
     """
     look = _Look(loaded)
     if sources is None and not look.has_files:

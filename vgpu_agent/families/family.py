@@ -144,7 +144,8 @@ class Question(msgspec.Struct, frozen=True):
         siblings: other container of this pod → the shares that were decided for it, because in some
             vocabularies these determine which devices this one may have.
         taken: device → a grant with a part of it, of any family; without the grants of this
-            container and of containers that have ended before it.
+            container and of containers that have ended before it. A GPU with a grant cannot be
+            divided anew, and refusals name its holder.
         neighbours: which GPUs other families may use or have, for the agent's own placement.
         node_annotations: those of our Node now, where operators set defaults for its pods; empty
             while the Node has not been read.
@@ -235,11 +236,13 @@ class NodeView(msgspec.Struct, frozen=True):
         node: the Node as it is now.
         inventory: the node's GPUs.
         rooms: resource → what each device has left for it, in the order of the inventory.
-        allocated_at: resource → unix seconds of the last Allocate; missing when there was none.
+        allocated_at: resource → unix seconds of the last Allocate, which ends a lock that was taken
+            before it; missing when there was none.
         now: unix seconds.
         locks: what is remembered of the schedulers' locks of this node, annotations with which a
             scheduler keeps the Node for one pod.
-        offered: the names of all resources of this node, of any family.
+        offered: the names of all resources of this node, of any family. A family that removes from
+            the Node what nothing offers any more leaves these.
     """
 
     node: Node
@@ -315,6 +318,6 @@ class PodFamily(Family, Protocol):
 
     def cleanup(self, now: float) -> DesiredNode:
         """Return the desired state of a Node that the agent leaves for good, at unix seconds
-        ``now``.
+        ``now``, which some families write into an annotation for schedulers.
         """
         ...

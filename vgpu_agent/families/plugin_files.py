@@ -60,7 +60,8 @@ class PluginFile(msgspec.Struct, frozen=True):
         config_map: the name of the ConfigMap; empty for a file on the node.
         namespaces: where the ConfigMap is searched, in order; none where it is not read.
         configured_namespace: the namespace of the ConfigMap by the settings; empty where they
-            name none.
+            name none. Only there a failing watch is a problem; in other namespaces the agent may
+            lack the right to read it.
         findings: returns what is wrong with a text, for the command that checks a configuration
             before it is applied; there are errors where ``is_valid`` returns False.
     """

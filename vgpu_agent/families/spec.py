@@ -184,8 +184,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
     Attributes:
         resource_prefixes: the beginnings of the names of its resources, as they are without
             renaming.
-        annotations: those of pods that it reads or writes, the most important first. All others are
-            skipped unread.
+        annotations: those of pods that it reads or writes, the most important first, because the
+            last are cut where a pod's are very long. All others are skipped unread.
         labels: the same of pods' labels.
         node_annotations: what the agent writes to the Node and removes when it leaves the node for
             good: keys, or patterns with ``*``. If that fails, a message lists them.

@@ -221,6 +221,7 @@ def _read_card(
 ) -> Card | None:
     """One GPU, None for a card that is not for work."""
     handle = nvml.handle(index)
+    # with `index`: later calls about this GPU, of which one may hang, are recorded with the UUID
     uuid = nvml.uuid(handle, index=index)
     name = nvml.name(handle)
     if name in _SKIPPED_NAMES:

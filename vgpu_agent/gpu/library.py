@@ -1,4 +1,4 @@
-"""The search for the driver's library, and the error when there is none.
+"""The search for the driver's library, and what `nvml` needs for its error when there is none.
 
 The agent often runs in a container beside a driver that is installed elsewhere (`driverRoot`, e.g.
 ``/run/nvidia/driver``), so the dynamic loader alone would not find ``libnvidia-ml.so.1``. A library

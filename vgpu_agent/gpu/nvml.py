@@ -376,7 +376,8 @@ class Nvml:
         return tuple(sorted(memory.items()))
 
     def raw(self, name: str, handle: Handle, /, *arguments: Any) -> int:
-        """Call an NVML function with the caller's buffers; return its code unchanged.
+        """Call an NVML function with the caller's buffers; return its code unchanged. This is for
+        frequent calls with many rows in the answer, for which pynvml's objects are too slow.
 
         Raises:
             NvmlError: the library does not have the function.

@@ -75,7 +75,7 @@ class ProcessSampler:
 
     def __init__(self, nvml: Nvml, handle: Callable[[str], Handle | None]) -> None:
         """Begin with no GPU; ``handle`` returns the present handle for a GPU's UUID, None for one
-        that did not answer last time.
+        that did not answer when all GPUs were last read.
         """
         self._nvml, self._handle = nvml, handle
         self._aim: tuple[tuple[tuple[tuple[int, str], ...], ...], Sink | None] = ((), None)
@@ -113,7 +113,8 @@ class ProcessSampler:
         for index, uuid in groups[self._turn]:
             handle = self._handle(uuid)
             if handle is not None:
-                with contextlib.suppress(NvmlError):  # the next poll finds the error
+                # the next poll, the regular reading of all GPUs, finds the error
+                with contextlib.suppress(NvmlError):
                     self._sample(index, handle, sink)
                     self.taken += 1
 

@@ -40,7 +40,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         links: the UUIDs of two GPUs that answer → the link between them; None when the GPUs are
             those of the last snapshot.
         bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where
-            that cannot be read.
+            that cannot be read. If they change, a card came or went, and the driver is reopened.
         warnings: what had to be left out, one sentence each, reported once.
         driver_version: e.g. ``580.65.06``.
         cuda_version: e.g. ``13.0``.

@@ -53,8 +53,8 @@ async def call(
         method: ``/package.Service/Method``.
         request: the message.
         timeout_seconds: for the whole call.
-        on_connected: awaited after connecting and before the message is sent; if it raises, the
-            call is not made.
+        on_connected: awaited after connecting and before the message is sent, for a check that
+            counts only once the server listens; if it raises, the call is not made.
 
     Raises:
         CallError: the socket has no listener, the answer is an error, or it did not come within

@@ -28,9 +28,11 @@ class Target(msgspec.Struct, frozen=True):
         environment: names of the variables that the pod's specification sets; with one of them a
             pod may switch its library off.
         shares: (GPU, share) in the order in which the container is to count the GPUs.
-        oversubscribed: more memory or compute is offered than there is.
+        oversubscribed: more memory or compute is offered than there is, so a share as large as the
+            GPU may not keep other containers off it.
         limit_cores: whether compute is to be limited as well as booked.
-        unit_mib: the smallest share of memory that the node gives.
+        unit_mib: the smallest share of memory that the node gives. A GPU that has less left can
+            serve no other container, so the one on it may be allowed to switch its library off.
     """
 
     pod_uid: str
@@ -80,13 +82,14 @@ NO_SERVICES = LibraryServices()
 
 
 class LibraryLimits(msgspec.Struct, frozen=True):
-    """The limits that a backend's library sets for a family's containers, by the present settings.
+    """The limits that a backend's library sets for a family's containers, by the present settings;
+    `web` judges by them whether a container is limited.
 
     Attributes:
         missing: why it sets none; empty where it does.
         cores: it limits compute.
         oversubscribed: more memory or compute is offered than there is.
-        unit_mib: the smallest share of memory that the node gives.
+        unit_mib: as for `Target`.
         backend: the name of the backend whose library it is.
         memory_scaling: how many times a device's memory is offered.
     """

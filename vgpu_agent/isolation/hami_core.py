@@ -142,6 +142,7 @@ class HamiCore(msgspec.Struct):
             # A mount point cannot be deleted, so a cleanup of /tmp does not delete the limit.
             Mount(f"{CACHE_DIRECTORY}/{cache}", region_path),
         ]
+        # only a CDI spec can bring a file system in memory into a container
         locks = (
             (MemoryMount(LOCK_DIRECTORY, size_kib=_LOCK_KIB, files=_LOCK_FILES),)
             if self.library_locks and self.late
@@ -167,11 +168,14 @@ class HamiCore(msgspec.Struct):
                     parts=parts,  # (offset, bytes) of the region; the rest of it is zero
                     mode=0o666,
                     renewed=limit_parts(limits),  # written into a region that is in use
-                    allocated=True,  # takes its space on the disk at once
+                    # takes its space on the disk at once: later a full disk would kill a process
+                    # that touches a new page of it
+                    allocated=True,
                 ),
             ),
             own_directory=directory,  # removed once the pod is gone
-            # mounted by specs and answers of earlier agents
+            # what specs and answers of earlier agents mount; while such an answer is still in use,
+            # the directory is made anew at each start
             earlier_directory=f"{directory_before(self.host_directory)}/{name}",
         )
 

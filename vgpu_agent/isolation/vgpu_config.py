@@ -230,7 +230,9 @@ def limits_offset(index: int) -> int:
 
 
 def devices_json(ids: Sequence[str]) -> bytes:
-    """The file ``devices.json``: the kubelet's ids of the container."""
+    """The file ``devices.json``: the kubelet's ids of the container, with which vgpu-manager's
+    plugin compares those of a start.
+    """
     return json.dumps(list(ids), separators=(",", ":"), ensure_ascii=False).encode()
 
 

@@ -342,6 +342,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
             yield HostDirectory(watcher_directory(self.host_directory))
 
     def _owner(self, target: ControlTarget) -> Owner:
+        """Return the facts in ``vgpu.config`` about the container that it is for."""
         return Owner(
             pod_uid=target.pod_uid,
             pod=target.pod,

@@ -84,6 +84,7 @@ class DirectoryWatch:
         """Watch until cancelled; ``beat`` is called after each look,
         at least every ``poll_seconds``.
         """
+        # the sockets of killed agents, not those of other plugins or of an agent that still runs
         if leftovers := await asyncio.to_thread(sockets.remove_stale_sockets, self.directory):
             self._journal.record(
                 "kubelet.leftover_sockets_removed", directory=str(self.directory), sockets=leftovers

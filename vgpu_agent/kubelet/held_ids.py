@@ -148,7 +148,8 @@ def decode_allocatable(
     response: bytes, offered: Mapping[str, Sequence[DeviceId]]
 ) -> dict[str, frozenset[str] | SeenNumbers]:
     """The healthy ids of each resource in ``offered``, from AllocatableResourcesResponse
-    (kubelet §13); as `SeenNumbers` where the offered ones are numbered.
+    (kubelet §13); as `SeenNumbers` where the offered ones are numbered. They show whether the
+    kubelet has the ids that it was sent.
 
     Raises:
         KubeletError: the bytes are no such message.

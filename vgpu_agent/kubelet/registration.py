@@ -49,10 +49,10 @@ async def register(
     """Announce that ``resource`` is served on the socket ``endpoint``,
     the name of a file in the directory of the kubelet's socket.
 
-    ``on_connected`` is awaited once a kubelet has accepted the connection. If it raises, the
-    resource is not registered. With ``pre_start_required`` the kubelet is to call PreStartContainer
-    before each start, and with ``offers_preference`` to ask which ids suit best
-    (GetPreferredAllocation).
+    ``on_connected`` is awaited once a kubelet has accepted the connection; `server` makes
+    sure there that no kubelet has deleted the endpoint. If it raises, the resource is not
+    registered. With ``pre_start_required`` the kubelet is to call PreStartContainer before each
+    start, and with ``offers_preference`` to ask which ids suit best (GetPreferredAllocation).
 
     Raises:
         RegistrationRefusedError: the kubelet refuses this API version or this resource name for

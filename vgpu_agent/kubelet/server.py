@@ -81,8 +81,9 @@ class DevicePlugin:
         may_register: asyncio.Event | None = None,
     ) -> None:
         """Build it; ``lists_revision`` is advanced with each list that the kubelet is sent,
-        and with the end of each stream. Registrations wait for ``may_register``, which is set when
-        an earlier agent has let go of the node.
+        and with the end of each stream, for those who wait until the kubelet has a list.
+        Registrations wait for ``may_register``, which is set when an earlier agent has let go of
+        the node.
         """
         self.resource = resource
         self.status = PluginStatus(resource.name, resource.family)
@@ -445,6 +446,7 @@ class _Instance:
     def leave(self, reason: str) -> None:
         """Let `until_lost` return ``reason``."""
         self._leave_reason = reason
+        # it advances with each stream and list, and here to wake `until_lost`
         self._service.activity.advance()
 
     async def start(self) -> None:
@@ -517,7 +519,8 @@ class _Instance:
 
     async def end_streams(self) -> None:
         """End the streams, and stay; calls are answered as before."""
-        self._service.keep_list()  # notes that the kubelet keeps the last list after this
+        # notes that the kubelet keeps the last list after this, so `last_sent` still returns it
+        self._service.keep_list()
         await self._end_streams()
 
     async def _confirm_socket(self) -> None:

@@ -2,10 +2,10 @@
 
 A GPU serves one family at a time, and the families' schedulers know nothing of each other. Claims
 keep a GPU for a pod that is on its way, turns offer a returned GPU to one family after the other,
-and drains make a GPU return that one family would never give back. A withdrawal is the moment in
-which schedulers see fewer ids of a family already, and the kubelet still has them, for the pods
-that are on their way. This module brings the four in line with each change of the ledger. On a node
-with one family there is nothing to decide.
+and drains make a GPU return that one family would never give back: its pods get nothing new of the
+GPU until it is free. A withdrawal is the moment in which schedulers see fewer ids of a family
+already, and the kubelet still has them, for the pods that are on their way. This module brings the
+four in line with each change of the ledger. On a node with one family there is nothing to decide.
 
 `book` has one `Arbitration`, asks it about each device, and reports every change to it.
 """
@@ -65,6 +65,7 @@ class Arbitration:
 
     def _reset(self) -> None:
         self._withdrawals = Withdrawals(self._clock)
+        # a turn begins once the kubelet can no longer give the GPU to another family
         self._turns = Turns(self._clock, withdrawn_for_seconds=self._withdrawals.seconds_at_kubelet)
         self._drains = Drains(self._clock)
         self._is_new = True  # nothing has used the three since
@@ -124,6 +125,8 @@ class Arbitration:
         holding = self.families_by_gpu()
         in_use = {gpu: claim.family for gpu, claim in self.oldest_claims.items()} | holding
         self._turns.follow(in_use, self._candidates)
+        # a GPU is drained for a family that had something lately, has nothing now, and is offered
+        # no free GPU
         self._drains.follow(
             self._held_gpus(), holding, self._able_families, lambda: self._offered_free(in_use)
         )

@@ -107,7 +107,7 @@ def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:
                 )
                 return f"a container still holds {whole} ({listed(grant.ids)})"
             # Ids from before a change of replicas: whole and shared holders never mix on one
-            # device.
+            # device. `holders_of`: how many may hold it at once.
             mixed = (
                 by_ids
                 and share.device == device

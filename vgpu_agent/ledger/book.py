@@ -97,7 +97,8 @@ class Ledger:
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
         # decides to which families a GPU is offered, where several could have it
         self._arbitration = Arbitration(self._offers, self._grants, self._cordons, clock)
-        self._listed = False  # whether the kubelet was given a list of ids (`listing`)
+        # whether the kubelet was given a list of ids (`listing`); before, nothing is withdrawn
+        self._listed = False
         self._passes = 0  # readings of the kubelet's records so far
         # neither the first reading of the kubelet's records nor a later one has shown the holders
         self._holders_unknown = False
@@ -140,7 +141,7 @@ class Ledger:
         # the resources with a grant that was decided for a container, under the limits of that time
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)
-        self._arbitration.serve(paused)
+        self._arbitration.serve(paused)  # all families that offer something, but for these
         if self._grants.restate(stand_for) or changed:
             self._changed()
 
@@ -177,8 +178,8 @@ class Ledger:
             self._changed()
 
     def note_written_counts(self, number: int | None) -> None:
-        """Take note that the Node has the counts as they were offered when `withdrawn` was
-        ``number``, or, with None, that no one but the kubelet can write them.
+        """Take note that the Node's status has the counts (`offered_ids`) as they were when
+        `withdrawn` was ``number``, or, with None, that no one but the kubelet can write them.
 
         Until then the kubelet keeps what is withdrawn, for the pods that schedulers bind by the
         older counts.
@@ -761,7 +762,7 @@ class Ledger:
             self._devices,
             self._cordons,
             grants,
-            self._grants.offers_all_of,
+            self._grants.offers_all_of,  # tells a grant that was made under earlier settings
             self._arbitration.oldest_claims if claims else {},
             self._arbitration.why_waits if turns else _never,
             self._arbitration.still_at_kubelet if at_kubelet else _no,

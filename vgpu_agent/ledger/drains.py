@@ -65,7 +65,8 @@ class Drains:
         Args:
             held: the grants that have shares, by number.
             serves: GPU → the family that has shares of it.
-            families: the families whose pods can start now.
+            families: the families whose pods can start once they have a GPU: their resources are
+                offered to the kubelet, and the agent starts their containers at the moment.
             offered: returns the families that are offered a free GPU; called only if needed.
         """
         for number in self._held.keys() - held.keys():

@@ -31,8 +31,8 @@ class Grants:
     """All grants that are not released.
 
     State: the grants, the index of their ids, and how often in a row the kubelet's records did not
-    know a grant (`misses`, by its number). One container can hold thousands of ids, so frequent
-    answers about them are cached for each grant.
+    know a grant (`misses`, by its number; one that has an owner is released at the second). One
+    container can hold thousands of ids, so frequent answers about them are cached for each grant.
     """
 
     def __init__(self, offers: Offers) -> None:

@@ -90,7 +90,9 @@ class Withdrawals:
         return self._clock() < self._until.get((gpu, family), 0.0)
 
     def seconds_at_kubelet(self, gpu: str) -> float:
-        """Return how long the kubelet may still give the GPU to a family that is not offered it."""
+        """Return how long the kubelet may still give the GPU to a family that is not offered it;
+        the next turn of the GPU does not begin before that.
+        """
         ends = (until for (each, _), until in self._until.items() if each == gpu)
         return max(0.0, max(ends, default=0.0) - self._clock())
 

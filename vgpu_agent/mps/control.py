@@ -142,6 +142,7 @@ class Control:
                 f"the MPS control daemon does not listen, and {path} does not name its process; "
                 "end it by hand"
             )
+        # `end` kills it only if it belongs to the daemon at this pipe directory
         processes.end([pid], self._plan.pipe)
 
     async def _thread_percentage(self) -> float:

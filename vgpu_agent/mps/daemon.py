@@ -147,6 +147,8 @@ class Daemon:
             MpsError: one of these steps fails.
         """
         await self._control().quit()
+        # `clear` removes the logs and the mark that the daemon runs, `forget` the plan on disk; the
+        # directory of the pipe stays for a daemon that follows
         await asyncio.to_thread(directories.clear, self._plan)
         self._modes.forget()  # so that the modes are set again, whatever they were set to last
         # a plan names each of its GPUs together with the memory limit there

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STARTED = ".started"  # mark in the directory of a daemon: it runs, with its limits
-# A daemon's `DaemonPlan` as JSON. The file is beside the pipe, not in it: containers do not see it.
+# A daemon's settings (`DaemonPlan`: directories, GPUs and limits) as JSON. The file is beside the
+# pipe, not in it: containers do not see it.
 _PLAN = ".plan.json"
 READY = ".ready"  # mark in ``mps.root``: all desired daemons run
 # The SELinux label of files that containers may read and write; as an attribute it ends in a zero
@@ -150,6 +151,7 @@ def remembered(root: str) -> list[DaemonPlan]:
     compute mode. A file that is not a complete plan is removed: no daemon was started by it.
     """
     plans = []
+    # a daemon's directory has the name of its resource, which contains a slash
     for path in sorted(Path(root).glob(f"*/*/{_PLAN}")):
         with contextlib.suppress(OSError):
             path.with_suffix(".new").unlink(missing_ok=True)

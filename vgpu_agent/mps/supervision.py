@@ -44,7 +44,8 @@ class Supervision:
         journal: gets every start, loss and end.
         holders: lists the pods with a share through a resource, ``namespace/pod`` each.
         on_change: called when `withheld` may have another answer.
-        gpus: the UUIDs of the node's GPUs.
+        gpus: the UUIDs of the node's GPUs; a daemon that ends sets the compute mode of these back,
+            and not of GPUs that are gone.
         view: where the daemons have their files, by default where the agent's container has
             ``mps.root`` mounted.
         sysfs_root: the directory with the state of SELinux.

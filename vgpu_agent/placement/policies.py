@@ -193,6 +193,7 @@ def _on_one(request: IdRequest) -> list[str]:
 
 POLICIES: Mapping[str, Callable[[IdRequest], list[str]]] = {
     ALIGNED: _aligned,
+    # replicas of the GPU of which the fewest are held, and of the one of which the most are
     DISTRIBUTED: _greedy(DISTRIBUTED),
     PACKED: _greedy(PACKED),
     SPREAD: _spread,

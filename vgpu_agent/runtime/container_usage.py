@@ -240,7 +240,7 @@ def _entries(pod: Pod, container: str, use: RegionUse) -> list[ContainerUsage]:
             use.last_kernel_at,
             device.cores_limit_percent,
             use.processes,
-            limits_cores=use.limits_cores,
+            limits_cores=use.limits_cores,  # whether the library enforces the limits of compute
         )
         for device in use.devices
     ]

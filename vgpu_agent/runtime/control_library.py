@@ -97,6 +97,7 @@ def _install_client(settings: Settings, library: DeliveredLibrary) -> None:
         HostFileError: there is no such file, it is no program, or the agent could not tell which
             container registers.
     """
+    # this `CLIENT` is the value of the setting with which processes register, not the program
     if settings.vgpu_control.processes != vgpu_control.CLIENT:
         return
     proc_root = settings.gpu.proc_root

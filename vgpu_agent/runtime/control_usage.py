@@ -162,7 +162,7 @@ class ControlledUses:
         usage = self._usage()
         try:
             found = await self._own_thread.run(
-                self._directories[0],
+                self._directories[0],  # the path that the error names when the reading hangs
                 lambda: tuple(self._read_all(containers, usage)),
                 seconds=_DEADLINE_SECONDS,
             )

@@ -522,6 +522,7 @@ class GrantDirectory:
             host_files.remove_file(region_slots.resolve_slot(provision.own_directory), path)
         with self._noting(os.path.dirname(provision.own_directory), "the files of containers"):
             try:
+                # the mount tables tell it which existing files containers still use
                 host_files.make(self._placed(provision), self._mounts)
             except HostFileError as err:
                 if not isinstance(err.__cause__, OSError) or err.__cause__.errno != errno.ENOSPC:
@@ -610,6 +611,7 @@ class GrantDirectory:
             self._write(
                 self._path(record.token, self._kept),
                 grant_spec.spec_text(record, Edits()),  # a spec only in form, for its record
+                # the state directory: failures of all files in it are shown as one problem
                 os.path.dirname(self._kept),
             )
 

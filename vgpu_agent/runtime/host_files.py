@@ -160,7 +160,8 @@ def make_directory(path: str, mode: int = 0o755) -> None:
 
 def make_file(file: HostFile, mounts: MountTables) -> None:
     """Make the file as its `HostFile` describes: its parts are (offset, bytes), and all else is
-    zero. If it is ``allocated``, all of its space is taken on the disk at once.
+    zero. If it is ``allocated``, all of its space is taken on the disk at once; otherwise a full
+    disk would later kill a process that has the file mapped.
 
     An existing file with the same content stays. One that containers have mounted keeps its inode,
     and only the parts in `HostFile.renewed` (such as limits) are written into it. One without

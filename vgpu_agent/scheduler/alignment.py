@@ -59,7 +59,8 @@ class Alignment:
         peers = self._peers(pod, demand)
         if not peers:
             return self._book.choose(demand, names)
-        waiting = sum(self._is_waiting(uid) for uid in peers)  # peers that have no cards yet
+        # peers that have no cards yet: cards with room for them, too, are preferred
+        waiting = sum(self._is_waiting(uid) for uid in peers)
         choice, nearness = choose_aligned(self._book, demand, list(names), peers, waiting)
         # Peers that do not wait may have no cards either: those that ask for none.
         if choice.node and any(self._book.holding(uid) is not None for uid in peers):

@@ -179,8 +179,8 @@ def explain(
     Args:
         facts: what is known.
         every_node: the table has a row for each Node, not one for each group of equal Nodes.
-        is_over: tells when the time is over, so that counting pods and trying changes stop. The
-            reasons are always complete.
+        is_over: tells when the time is over, so that two long searches stop: how many such pods
+            fit, and which changes of the pod would help. The reasons are always complete.
     """
     pod = facts.pod
     if pod.ended:
@@ -455,7 +455,8 @@ _KINDS = {ContainerKind.INIT: "an init container", ContainerKind.SIDECAR: "a sid
 
 def _request(wanted: PodDemand, views: Sequence[NodeView], keys: KeyNames) -> Iterator[str]:
     """Say what each container asks for, and how its cards are to be chosen."""
-    # how many MiB one unit of memory is; 0 where Nodes differ
+    # how many MiB one unit of memory is; 0 where Nodes differ. A Node without a state can take no
+    # pod.
     factors = {view.state.hardware.memory_factor for view in views if view.state is not None}
     factor = factors.pop() if len(factors) == 1 else 0
     for name, container in zip(wanted.names, wanted.demand.containers, strict=True):

@@ -95,7 +95,8 @@ class _Promise(msgspec.Struct):
     Attributes:
         pod: as it was when it was filtered.
         holding: its cards.
-        wanted: its demand.
+        wanted: its demand, with the names of the containers, to which the bind assigns the cards.
+            The part that cards are chosen by, without the names, is ``wanted.demand``.
         until: when the promise ends (the loop's time).
         binding: the pod is being bound, or the result of a bind is unknown. Then only the watch of
             pods, or an answer of the API server about the pod, ends the promise.
@@ -151,7 +152,7 @@ class Extender:
 
     Attributes:
         records: names of pods and the last filter calls about them, for ``/explain``.
-        alignment: places pods of one group near each other.
+        alignment: places pods of one group (a gang, or one controller's pods) near each other.
     """
 
     def __init__(
@@ -215,7 +216,9 @@ class Extender:
         self._resources.pop(name, None)
 
     def resources_of_node(self, name: str) -> frozenset[str]:
-        """Return the resources in a Node's ``allocatable``."""
+        """Return the extended resources in a Node's ``allocatable``, for preemption: kube-scheduler
+        counts only those that a Node has.
+        """
         return self._resources.get(name, frozenset())
 
     def see_pod(self, pod: Pod) -> None:

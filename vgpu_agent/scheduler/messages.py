@@ -64,7 +64,9 @@ class FilterArguments(msgspec.Struct, rename="pascal"):
 
 
 class FilterResult(msgspec.Struct, rename="pascal"):
-    """The Nodes that remain, in the form of the arguments, and why the others do not."""
+    """The Nodes that remain, in the form of the arguments, and why the others do not.
+    ``failed_and_unresolvable_nodes``, for those where preemption would not help, is not used.
+    """
 
     nodes: dict[str, list[msgspec.Raw]] | None = None
     node_names: list[str] | None = None

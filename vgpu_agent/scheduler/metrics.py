@@ -199,7 +199,9 @@ class Metrics:
 
     def count_aligned(self, result: str) -> None:
         """Count a pod that got cards when peers of it had some already. ``result``: ``same_node``,
-        ``same_domain`` or ``not_aligned``, by how near its cards are to theirs.
+        ``same_domain`` or ``not_aligned``, by how near its cards are to theirs. Cards of different
+        Nodes have the same domain if they are on the same network rails, or, where none are known,
+        at the same position among the sets of NVLinked cards of their Nodes.
         """
         self._aligned.labels(result).inc()
 

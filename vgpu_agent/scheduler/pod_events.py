@@ -64,7 +64,9 @@ class PodEvents:
         self._raise_if_due(pod, INVALID, lambda: text)
 
     def policy_invalid(self, pod: Pod, texts: Sequence[str]) -> None:
-        """Say which policies of a pod are unknown."""
+        """Say which policies of a pod are unknown: the words in its annotations, such as
+        ``binpack``, for how its Node and cards are chosen. ``texts`` has a sentence for each.
+        """
         self._raise_if_due(pod, POLICY_INVALID, lambda: "; ".join(texts))
 
     def matched(self, pod: Pod, node: str) -> None:

@@ -210,6 +210,8 @@ class Preemption:
         """Return the victims on a Node. If the pod must be near its peers, only cards there are
         tried; otherwise victims there are preferred.
         """
+        # sets of cards that are linked to each other, or near the network of the peers' cards; in
+        # the order in which they are tried
         near = [cards for _, cards in card_sets_near(preemptor.anchor, name, view)]
         if near and preemptor.demand.topology_mode == LINK_STRICT:
             tried = (self._on_cards(name, view, proposal, preemptor, cards=cards) for cards in near)
@@ -238,6 +240,8 @@ class Preemption:
             preemptor.demand,
             view.hardware,
             view.taken,
+            # card → why this pod does not get it: it is not one of ``cards``, or has a model or a
+            # UUID that the pod excludes, or none of those that the pod names
             unwanted=dict.fromkeys(outside, Reason.LinkTopologyUnsatisfied)
             | unwanted(preemptor.demand, view.hardware, view.uuids),
             verdicts=preemptor.verdicts,

@@ -26,7 +26,8 @@ class FilterCalls(msgspec.Struct, frozen=True):
         times: the number of calls.
         at: unix seconds of the last call.
         nodes: the number of Nodes in it.
-        node: the Node that was answered; empty if the pod fitted on none of them.
+        node: the Node in the answer, which has one at most, because the extender chooses it itself;
+            empty if the pod fitted on none of them.
     """
 
     times: int

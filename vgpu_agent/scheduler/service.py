@@ -224,6 +224,7 @@ class Service:
             known_pods=known_pods,
             alignment=extender.alignment,
             budgets=budgets,
+            # those in its `allocatable`: kube-scheduler may count them, too
             resources_of_node=extender.resources_of_node,
             journal=self._journal,
             metrics=self.metrics,
@@ -263,7 +264,7 @@ class Service:
             # a list that is behind would show cards as free that are not
             from_cache=False,
         )
-        self._endpoints = OperatorEndpoints(
+        self._endpoints = OperatorEndpoints(  # `/explain` and `/capacity`
             extender=extender,
             book=book,
             family=family,

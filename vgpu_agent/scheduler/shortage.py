@@ -537,8 +537,8 @@ def _mismatch(missing: _Missing, what: str, *, types: bool) -> str:
 _SENTENCES: Mapping[Reason, Callable[[_Missing], str]] = {
     Reason.InsufficientVGPUMemory: _memory,
     Reason.InsufficientVGPUCore: _cores,
-    Reason.InsufficientVGPUSlot: _slots,
-    Reason.InsufficientGPUResources: _slots,
+    Reason.InsufficientVGPUSlot: _slots,  # on single cards
+    Reason.InsufficientGPUResources: _slots,  # on all cards of the Node together
     Reason.InsufficientGPUCards: _cards,
     Reason.DeviceTypeMismatch: _types,
     Reason.DeviceUUIDMismatch: _uuids,

@@ -166,11 +166,12 @@ class OperatorEndpoints:
                 pod=pod,
                 waiting=waiting,
                 family=self._family,
-                views=self._book.views(),
+                views=self._book.views(),  # all Nodes, with cards and holdings, as now
                 holding=holding,
                 kept=kept,
                 filter_calls=records.filter_calls(pod.uid),
                 started_at=records.started_at,  # since then filter calls are remembered
+                # `schedulerName` of the pods in filter calls
                 schedulers=tuple(records.schedulers),
                 name_of=extender.name_of,  # of a pod, by its UID
                 now=self._clock(),

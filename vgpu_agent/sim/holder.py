@@ -34,7 +34,7 @@ def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | N
         seconds: the duration; None for no limit.
 
     Raises:
-        SimulationError: there is no such GPU or MIG instance, or its 64 slots are all taken.
+        SimulationError: there is no such GPU, or its 64 slots are all taken.
     """
     # block the signals, so that the slot is always released
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
@@ -46,6 +46,7 @@ def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | N
         with node.writing():
             row = _take_slot(node, number, descriptor)
             use.fill(row, pid=os.getpid())
+            # NVML in this process cannot see its own lock; pid and namespace show it its own slot
             row.pid_namespace = os.stat("/proc/self/ns/pid").st_ino
             row.kind = layout.Process.LIVE
         sys.stdout.write(f"{READY} {use.memory_mib} MiB on GPU {number} as pid {os.getpid()}\n")

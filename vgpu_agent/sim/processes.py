@@ -63,7 +63,8 @@ class ProcessUse:
 
     def fill(self, row: layout.Process, *, pid: int) -> None:
         """Write this use into ``row``, a slot; the caller sets ``row.kind`` (`layout.Process`)
-        afterwards, which makes it visible.
+        afterwards, which makes it visible. A live process also sets ``row.pid_namespace``, by which
+        it knows the slot as its own; others need none.
         """
         row.pid, row.pid_namespace, row.type = pid, 0, PROCESS_TYPES.index(self.type)
         row.memory_bytes = self.memory_mib * _MIB

@@ -517,6 +517,7 @@ class SimulatedNode:
 
 @cache
 def _known_functions() -> frozenset[str]:
+    """Return the names of the NVML functions in the C sources of the simulated driver."""
     text = "".join(source.read_text(encoding="utf-8") for source in build.sources())
     return frozenset(_FUNCTION.findall(text))
 

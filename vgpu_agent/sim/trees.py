@@ -40,7 +40,8 @@ def write(directory: Path, node: Node, *, tidy: bool = True) -> None:
     Args:
         directory: the directory of the simulated node.
         node: its description, with the GPUs and MIG instances that the files are to show.
-        tidy: remove the files of MIG instances that ``node`` does not have; False only adds files.
+        tidy: remove the files of MIG instances that ``node`` does not have. False only adds files,
+            while the simulated driver still has those instances.
 
     Raises:
         SimulationError: a file cannot be written.

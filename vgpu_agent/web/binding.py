@@ -124,6 +124,7 @@ def refusals(status: AgentStatus, now: float) -> tuple[RefusalView, ...]:
             now,
             namespace=refusal.pod.namespace,
             pod=refusal.pod.name,
+            # for a static pod the API server has another UID
             pod_uid=refusal.pod.kubelet_uid,
         )
         for refusal in status.binding.refusals

@@ -41,6 +41,7 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
             {"verb": verb, "resource": resource, "outcome": outcome, "count": count}
             for (verb, resource, outcome), count in sorted(cluster.requests.items())
         ],
+        # where the configuration of a replaced plugin was read, as namespace/name
         "config_map": cluster.config_map,
         "restored": cluster.remembered,
     }

@@ -323,6 +323,7 @@ def _config(request: DebugRequest) -> dict[str, Any]:
         "binding": binding.binding_view(request.status.binding, request.now),
         "cdi": views.cdi(request.status.cdi, request.now),
         **_plugin_file_settings(request.status.binding),
+        # namespace/name of the ConfigMap that was read: settings of a replaced plugin
         "config_map": request.status.cluster.config_map,
         "file_problems": request.status.binding.file_problems,  # in the replaced plugins' files
         "values": {

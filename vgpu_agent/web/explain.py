@@ -95,6 +95,7 @@ def pods(status: AgentStatus) -> tuple[str, ...]:
         for pod in status.cluster.pods
         if any(not ours.isdisjoint(container.limits) for container in pod.containers)
     )
+    # `owner.pod`: the name alone, empty while only the pod's UID is known
     holding = (
         grant.owner.pod_name
         for grant in status.ledger.grants
@@ -132,7 +133,8 @@ def _about(
     if not pod.ended and not all(container.started for container in asking):
         yield from _ill(status, now)
     yield from _claims(status, pod)
-    # an empty `pod_uid`: the owner is not known yet, or by its name only
+    # an empty `pod_uid`: the owner is not known yet, or by its name only. `kubelet_uid`: the
+    # UID that grants have, which is not the API server's for a static pod.
     ours_now = [grant for grant in grants if grant.pod_uid in {"", pod.kubelet_uid}]
     # the errors (XIDs) of the devices that the pod has, or had until its grants were released
     for held in xids.held_now(ours_now, now) or xids.held_before(status, events, now):

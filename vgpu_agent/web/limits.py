@@ -230,6 +230,7 @@ class Limits:
     def _hami_core_is_disabled(self, grant: Grant, library: LibraryLimits) -> bool:
         """Tell whether the pod disables its limit by HAMi-core, and the settings allow that."""
         owner, container = grant.owner, self._container(grant)
+        # `environment`: the names of the variables in the pod's specification that concern GPUs
         if owner is None or container is None or DISABLED_BY not in container.environment:
             return False
         pairs = tuple(
@@ -237,7 +238,8 @@ class Limits:
             for share in grant.shares
             if (gpu := self._status.inventory.gpu(share.device))
         )
-        # `may_be_disabled` reads only `shares`, `oversubscribed` and `unit_mib` of it
+        # `may_be_disabled` reads only `shares`, `oversubscribed` and `unit_mib` of it; the last is
+        # the smallest share of memory that the node gives
         target = Target(
             pod_uid=owner.pod_uid,
             container=owner.container,

@@ -143,18 +143,20 @@ def _reading(family: FamilySpec, metric: FamilyMetric) -> Callable[[Moment], Ite
         # `names`: its own name and those of its parts, such as vgpu-manager-mig
         if not any(each.name in family.names for each in status.binding.families):
             return ()
+        # live grants are those that are not released
         grants = [grant for grant in views.live_grants(status) if grant.family in family.names]
         return metric.rows(
             Readings(
                 grants=grants,
                 inventory=status.inventory,
-                usage=status.usage,
-                containers=status.containers,
+                usage=status.usage,  # of each GPU
+                containers=status.containers,  # the use that containers make of their devices
                 now=moment.now,
                 node=status.node,
                 version=status.version,
                 commit=status.commit,
-                # the use that containers under `vgpu-control` make of their devices
+                # the same for containers under `vgpu-control`, whose library reports it in another
+                # form
                 controlled=status.controlled,
                 # attribute of the family's settings → value, with those from files of the plugin
                 # that the family replaces

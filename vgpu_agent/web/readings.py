@@ -117,7 +117,7 @@ def health_transitions(moment: Moment) -> Iterator[Row]:
 
 
 def share_seconds(moment: Moment) -> Iterator[Row]:
-    """Yield how much each pod has held of each resource: the sum of amount × seconds."""
+    """Yield how much each pod has held of each resource: its number of ids × seconds, summed."""
     yield from moment.status.ledger.share_seconds.items()
 
 

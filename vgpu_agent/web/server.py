@@ -288,7 +288,7 @@ class WebServer:
     def _exporter_application(self, exporter: Exporter) -> web.Application:
         application = self._application()
         scrapes = Scrapes(exporter, reviews=self._reviews, clock=time.monotonic)
-        application.router.add_get(SCRAPED, scrapes.answer)
+        application.router.add_get(SCRAPED, scrapes.answer)  # ``/metrics``
         application.router.add_get("/healthz", self._probe(probes.live))
         application.router.add_get("/readyz", self._probe(probes.ready))
         return application
@@ -297,6 +297,7 @@ class WebServer:
         application = self._application()
         for entry in debug.PATHS:
             application.router.add_get(entry.path, self._debug(entry))
+        # the first one is ``/debug/``, the list of all
         application.router.add_get("/debug", self._debug(debug.PATHS[0]))
         application.router.add_put("/debug/loglevel", self._put_log_level)
         if not self._pod_names_everywhere:

@@ -70,6 +70,7 @@ class HeldBackView(msgspec.Struct, frozen=True):
 
 def use_view(use: GpuUse, now: float) -> UseView:
     """Return the view of the use of one GPU; ``now`` is in unix seconds."""
+    # `view` takes the fields that are not given from `use`, by their names
     return view(
         UseView,
         use,

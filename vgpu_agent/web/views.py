@@ -270,6 +270,8 @@ def grant_view(
     """
     owner, devices = grant.owner, gpu_of_devices(status)
     limit = (limits or Limits(status)).of(grant)
+    # `view` takes the other fields from the attributes of ``grant`` that have their names, a time
+    # with ``_at`` or ``_since`` added; ``now`` is for the ages of times
     return view(
         GrantView,
         grant,

@@ -1,8 +1,9 @@
 """The verbs of the webhook: mutate completes a new pod, validate refuses one that can never run
 (vgpu-manager §6).
 
-Both take a review in JSON and return the answer in JSON, whatever the review is. They handle only
-the creation of pods: schedulers and agents change pods later, and their annotations must stay.
+Both take a review (an `AdmissionReview` of the API server) in JSON and return the answer in JSON,
+whatever the review is. They handle only the creation of pods: schedulers and agents change pods
+later, and their annotations must stay.
 
 A review that cannot be read is refused with the reason. The API server sends no such review, so it
 comes from another client, or a tenant has found a pod that the API server can read and this code

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # A library must know which processes on a GPU are its own container's. The first loop answers
 # processes that register with the agent. The second keeps, for each container of theirs, a file
-# with the host's ids of its processes.
+# with the host's ids of its processes, in the container's directory below `containers_directory`.
 _REGISTRY, _LISTS = "process registry", "process lists"
 # Changes come in bursts; a container takes longer than this to start.
 _COALESCING_SECONDS = 0.05
@@ -175,7 +175,7 @@ class LibraryServicesInForce:
 
         try:
             opened = await self._own_thread.run(
-                directory,
+                directory,  # for error messages
                 functools.partial(SmUtilFile, directory, on_locked),
                 seconds=_DEADLINE_SECONDS,
             )

@@ -83,7 +83,7 @@ class MigDivider:
             return None
         parted = MigParted(
             tool.program,
-            Path(settings.state_directory) / "mig",
+            Path(settings.state_directory) / "mig",  # the tool's configuration is written here
             timeout_seconds=tool.timeout_seconds,
             setting=tool.setting,  # the settings key of the program, for messages
         )
@@ -153,6 +153,7 @@ class MigDivider:
             MigError: the tool failed, or it and the driver show another division, before or after.
         """
         inventory = self._gpu_watch.inventory.value
+        # `export` fails where the tool sees another number of GPUs
         _require_same_view(inventory, await self._parted.export(len(inventory.gpus)))
         _logger.info("mig.applying", gpu=gpu.uuid, index=gpu.index, profiles=list(layout.profiles))
         await self._parted.apply(gpu.index, layout.profiles)

@@ -74,6 +74,7 @@ class MpsController:
             journal,
             holders=self._holders,
             on_change=lambda: self._withheld_changes.publish(self._withheld_changes.version + 1),
+            # of an ended daemon's GPUs, those present get their default compute mode back
             gpus=lambda: [gpu.uuid for gpu in inventory().gpus],
             view=view,
             sysfs_root=settings.sysfs_root,

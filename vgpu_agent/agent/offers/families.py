@@ -377,7 +377,9 @@ class FamiliesInForce:
 
 
 def _why_unsupported(family: PodFamily, inventory: Inventory) -> dict[str, str]:
-    """Return family → reason when the family, which shares memory, cannot use these GPUs."""
+    """Return family → reason when the family, which shares memory, cannot use these GPUs. The
+    family's name then stands for all its resources.
+    """
     if not any(gpu.integrated for gpu in inventory.gpus):
         return {}
     why = (

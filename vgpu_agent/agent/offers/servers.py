@@ -244,6 +244,7 @@ class Offering:
             await asyncio.gather(*(plugin.end_streams() for plugin in unlinked))
             # The kubelet closes the connection when it marks the ids Unhealthy.
             return not await first_of(
+                # longer than `first_of` waits, so that only a closed connection ends one
                 *(plugin.until_disconnected(2 * UNLINK_SECONDS) for plugin in unlinked),
                 timeout_seconds=UNLINK_SECONDS,
             )

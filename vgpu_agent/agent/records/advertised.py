@@ -95,6 +95,7 @@ class ListedIds:
     ) -> None:
         self._servers = servers
         self._pod_resources = pod_resources
+        # `RETRY_MAX_SECONDS`: the server's own longest pause between attempts to register
         self._longest_pause_seconds = max(server.RETRY_MAX_SECONDS, _SHORTEST_PAUSE_SECONDS)
         self._kubelet_status = kubelet_status
         self._journal = journal

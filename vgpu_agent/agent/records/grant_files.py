@@ -92,7 +92,8 @@ class GrantKeeping:
 
         The next holder's PreStartContainer would replace such a spec, but that call is not certain:
         the kubelet omits it after its restart until we have registered again, and after the last
-        registration of an orderly stop.
+        registration of an orderly stop, which asks for no such calls, so that containers can
+        restart while no agent runs.
         """
         for record in self._grant_directory.records:
             if self._allocator.late_start.is_foreign(record):

@@ -56,7 +56,9 @@ class LimitsWatch:
             await versions.passed()
 
     def check(self) -> None:
-        """Record each grant whose limit is not in force, unless it was recorded before."""
+        """Record each grant whose limit is not in force, unless it was recorded before. Grants
+        without a known container or without shares yet are passed over.
+        """
         status = self._status()
         limits = Limits(status)
         self._changes.keep_only({grant.number for grant in status.ledger.grants})

@@ -216,6 +216,7 @@ class KubeletRecordsReader:
         """
         # the pod that had the ids before, and the containers that cannot be the one that starts
         had, holders = self._by_last_reading(resource, ids)
+        # `StartingPods.expected` gives no other start the same container until the block ends
         expected_now = (
             contextlib.nullcontext(had)
             if had

@@ -6,7 +6,8 @@ pod, so `reader` does both at the same time. For that it needs the probable pod 
 checkpoint names it. A wrong guess does no harm: the answer about a pod counts only if the
 checkpoint, read at the same time, names the same pod.
 
-The publisher of pods' annotations in `cluster` waits while pods are being started.
+The publisher of pods' annotations in `cluster` waits while pods are being started: its writes take
+the kubelet's and the API server's time, too.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class Evidence(msgspec.Struct, frozen=True):
     Attributes:
         key: the container that the ids are for.
         shares: what it should have.
-        expected: the right answers for it and for each container before it with the same ids, by
-            container name.
+        expected: the right answers for it and for each container before it with the same ids
+            (an init container, whose ids the kubelet gives to a later one), by container name.
         answers: our answers to them as the kubelet keeps them, by container name; empty when its
             checkpoint cannot be read.
         elsewhere: the answers that the kubelet keeps for all other containers.

@@ -356,9 +356,12 @@ class EarlyBinding:
             shares=shares,
             expected=expected,
             answers=answers,
+            # an answer that another container has as well counts as wrong
             elsewhere=[
                 answer for key, answer in start.kubelet_evidence.answers.items() if key not in own
             ],
+            # then, while `answers` is empty, it is not known which container starts, so the verdict
+            # has to wait
             has_init_requests=any(
                 each.kind is ContainerKind.INIT and each.limits.get(start.offered.name)
                 for each in start.pod.containers
@@ -522,6 +525,7 @@ class EarlyBinding:
         # the holders have their answers, and containers mistaken for them do not
         self._answers.learn(holders, self._ledger.grants)
         if self._context.pods.synced.is_set():
+            # `kubelet_uid`: as in the kubelet's records; a static pod's mirror has another UID
             self._answers.keep_only({pod.kubelet_uid for pod in self._context.pods.pods})
             if self._answers.given:
                 self._answers.keep_tokens(

@@ -195,6 +195,8 @@ class AwsFamily:
         devices = [
             device for uuid in dict.fromkeys(behind) if (device := visible_device(uuid, inventory))
         ]
+        # `answer_id`: where devices are named in an annotation, the part of its key that differs
+        # from that of the container's other resources
         edits = edits_of(devices, self._options.lists, answer_id=answer_id(resource.name, ids))
         return edits.joined(
             _JOINING[self._options.mps](resource, behind, inventory, self._options.paths)

@@ -5,8 +5,8 @@ Three forms are read, whichever is offered today, so that running containers kee
 a change of settings: ``<uuid>`` a whole device, ``<uuid>::<n>`` a replica as NVIDIA's plugin counts
 them (nvidia §4), ``<uuid>-replica-<n>`` one as iktos's fork of it does (k8s-gpu-sharing-plugin,
 iktos §I.3). Under WSL one id stands for all GPUs, because containers cannot get single ones there
-(nvidia A26). The GPU of a Tegra processor has a fixed word as its UUID. Used by `family` and
-`offers`.
+(nvidia A26). The GPU of a Tegra processor has a fixed word, `INTEGRATED`, as its UUID. Used by
+`family` and `offers`.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
             settings: those of the agent.
             lists: how containers get their devices.
             wsl: the node is a Windows Subsystem for Linux.
-            mps_view: where the agent itself sees the files that MPS daemons share with containers.
+            mps_view: where the agent itself sees the files that MPS daemons share with containers;
+                by default at the path where its own container has them mounted.
         """
         plugin, sharing, resources = (
             settings.plugin,

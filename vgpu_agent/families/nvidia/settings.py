@@ -443,6 +443,9 @@ SETTINGS = FamilySettings(
     spreading=(Spreading("plugin.sharedDevicesAllocationPolicy", "distributed", "auto"),),
     mps_key="sharing.mps",
     runs_mps_daemons=_daemons,
+    # How a configuration in NVIDIA's own form is read: a file, or the value of the key `SECTION` in
+    # the agent's file. `PLUGIN_ONLY_KEYS`: keys of such a configuration that the agent's file never
+    # has; the error about one there says where it belongs.
     plugin_document=PluginDocument(
         SECTION,
         PLUGIN_ONLY_KEYS,

@@ -127,7 +127,9 @@ class VgpuManagerFamily:
         return Decision(_shares(claim), by + disagreement(claim, question), by_scheduler=True)
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """Return the cards in each container's claim, without claims that would be refused."""
+        """Return the cards in each container's claim, without claims that would be refused. The
+        agent keeps these cards from other families until the containers have started.
+        """
         named = {}
         memory = collections.Counter[str]()
         for container in pod.containers:
@@ -206,6 +208,7 @@ class VgpuManagerFamily:
                     uuid=gpu.uuid,
                     cores_percent=share.cores_percent,
                     memory_mib=share.memory_mib,
+                    # what the card offers as a whole, which may be more than it has
                     card_cores_percent=int(100 * options.cores_scaling),
                     card_memory_mib=memory_mib(gpu, options),
                 )

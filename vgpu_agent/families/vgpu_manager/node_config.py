@@ -379,6 +379,7 @@ class _Reader:
         try:
             accepted = key.accept(value)
         except schema.NotAcceptedError as err:
+            # `takes_lists`: unlike `is_list`, also where a list is one of several forms
             got = shown_list(node.plain) if key.takes_lists else shown(node.plain)
             self.report(node.line, path, f"expected {err}, got {got}")
             return

@@ -45,7 +45,8 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
         mig_strategy: for MIG instances that exist already: ``none``, ``single`` or ``mixed``.
         types_match_substrings: where the agent places a container, ``A10`` in its pod's annotations
             also means ``A100``, as for vgpu-manager.
-        open_kernel_modules: the node runs NVIDIA's open kernel modules.
+        open_kernel_modules: the node runs NVIDIA's open kernel modules, with which
+            libvgpu-control.so must recognise a container's processes in another way.
         lists: how containers get their devices: NVIDIA's ``deviceListStrategy`` and what belongs to
             it.
     """

@@ -203,6 +203,8 @@ def _chosen(
         types={
             pair: link_types(link) for pair, link in inventory.links.items() if pair[0] != pair[1]
         },
+        # also those without room: where links are asked for, a single card counts only if it is
+        # linked to any card of the node
         every=[gpu.uuid for gpu in inventory.gpus],
     )
     # the cards that the pod's other containers have

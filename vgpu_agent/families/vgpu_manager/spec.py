@@ -61,12 +61,14 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         return BuiltFamily(idle=(_instances(settings, section, facts.lists),))
     config = node_config.in_force(settings, facts)
     vgpu, plugin = config.applied_to(section), settings.plugin
+    # the reason, to be reported, why existing MIG instances are not offered as the settings ask
     _, why_not = static_mig_strategy(settings, vgpu)
     # errors, and keys of the file that have no effect
     problems = [*config.problems, *config.notes]
     # values that the settings of the whole agent do not allow
     problems += [f"{section.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
     problems += [f"{SECTION}.migStrategy: {why_not}"] if why_not else []
+    # `pod_lists`: how containers get their devices where pods decide; `lists`: where ids name them.
     # Where each grant has a CDI spec of its own, no NVIDIA runtime is needed, and a list strategy
     # in the node configuration must not change that.
     own_specs = settings.cdi.inline and facts.late
@@ -201,6 +203,7 @@ SPEC = FamilySpec(
     node_annotations=_BY_DEFAULT.node_annotations,
     progress_annotations=_BY_DEFAULT.progress_annotations,
     renamed=_renamed,
+    # `by_default`: the extender places this family's pods where the operator names no family
     scheduling=SchedulingPart(_scheduling, by_default=True),
     parts=(MIG_FAMILY,),  # grants of MIG instances have this name instead of the family's
     exporter=FamilyExporter(METRICS, _exporter),

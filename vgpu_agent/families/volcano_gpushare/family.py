@@ -254,6 +254,7 @@ class VolcanoGpushareFamily:
         devices = [
             device for gpu in gpus if (device := visible_device(gpu.uuid, question.inventory))
         ]
+        # `answer_id`: a UUID that keeps CDI annotations of several resources of a container apart
         edits = edits_of(
             devices, self._options.lists, answer_id=answer_id(question.resource.name, question.ids)
         )

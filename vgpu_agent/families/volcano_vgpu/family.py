@@ -312,6 +312,7 @@ class VolcanoVgpuFamily:
             now=view.now,
             pause_seconds=options.handshake_seconds,  # the shortest between two answers
         )
+        # stale: the last Allocate, at `allocated_at`, came after the lock, or the lock is too old
         lock = view.locks.desired_state(
             view.node, LOCK, allocated_at=view.allocated_at.get(options.names.number), now=view.now
         )

@@ -64,8 +64,9 @@ def register_text(
 
 
 def desired_handshake(present: str | None, *, now: float, pause_seconds: float) -> DesiredNode:
-    """Return an answer where there is none or where a scheduler asks;
-    nothing while our last answer is there (volcano-vgpu §2.3).
+    """Return an answer where there is none, where a scheduler asks (``Requesting``), or where it
+    ignores the node's GPUs because no answer came (``Deleted``); nothing while our last answer is
+    there (volcano-vgpu §2.3).
 
     ``present`` is the handshake annotation of the Node, None without one, ``now`` is unix seconds,
     and ``pause_seconds`` is the least time between two answers.

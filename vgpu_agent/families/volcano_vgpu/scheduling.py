@@ -124,7 +124,9 @@ class VolcanoScheduling:
         if len(set(uuids)) < len(uuids) or not all(uuids):
             return Unfit(Reason.NodeBadVGPURegister, "two cards have one UUID, or one has none")
         cards = [_card(piece) for piece in pieces]
-        # the factor from a request's units to a card's: here both are the Node's units
+        # `memory_factor`: from a request's units to a card's; here both are the Node's units.
+        # `is_oversold`: the cards are offered with more memory than they have. That counts only for
+        # pods with a memory policy, which Volcano's do not have.
         return NodeCards(Hardware(tuple(cards), memory_factor=1, is_oversold=False), uuids)
 
     def read_demand(self, pod: Pod) -> PodDemand | None:
@@ -146,7 +148,7 @@ class VolcanoScheduling:
                 )
             containers.append(
                 ContainerDemand(
-                    ContainerKind.MAIN,
+                    ContainerKind.MAIN,  # Volcano's scheduler sees no init containers or sidecars
                     number=number,
                     cores_percent=request.cores_percent,
                     memory_units=request.memory_units,

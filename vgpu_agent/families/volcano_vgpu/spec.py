@@ -95,9 +95,11 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     options = VolcanoVgpuOptions.from_settings(
         settings,
         vgpu,
-        # how containers get their devices: by a variable, mounts, device nodes or CDI names
+        # How containers get their devices: by a variable, mounts, device nodes or CDI names.
+        # `pod_lists` is for families whose pods decide, `lists` for those whose ids name devices.
         lists=facts.pod_lists,
         node_config=files.node_config,
+        # how GPUs of each model may be divided in the operating mode mig
         geometries=files.device_config.geometries if files.device_config else (),
     )
     # where a value has to be changed, for messages
@@ -295,7 +297,7 @@ SPEC = FamilySpec(
         ),
     ),
     resource_prefixes=("volcano.sh/vgpu-",),
-    annotations=(
+    annotations=(  # of pods: those that the family reads or writes
         NODE,
         PHASE,
         TIME,
@@ -324,7 +326,8 @@ SPEC = FamilySpec(
     metrics=METRICS,
     # of the Node; messages name them, since the removal of the agent takes them off
     node_annotations=("volcano.sh/node-vgpu-*",),
-    # written after those by which schedulers count
+    # They only show how far the start of a pod has come. Those by which schedulers count what is
+    # free are written first.
     progress_annotations=frozenset({PHASE, TIME, TO_ALLOCATE}),
     parts=(STATIC_MIG_FAMILY,),  # grants of existing instances have this name instead
     # taken off when a pod is recreated

@@ -58,8 +58,8 @@ class Placement(msgspec.Struct, frozen=True):
     Attributes:
         shares: of each container of the demand, in its order; by number of the cards.
         footprint: card → the amounts that the pod takes of it (`footprint`).
-        fallback: what the cards have instead where the pod's topology mode could not be followed;
-            empty where it was followed, or there is none.
+        fallback: what the cards have instead where the pod's topology mode could not be followed,
+            as text for the pod's owner; empty where it was followed, or there is none.
     """
 
     shares: tuple[tuple[CardShare, ...], ...]
@@ -329,6 +329,7 @@ def _cards(
             reasons[reason] += 1
             continue
         score = 0.0
+        # binpack takes the fullest cards first, spread the emptiest
         if demand.device_policy != NONE:
             slots, memory, cores = taken[number]
             parts = (  # the free parts of its slots, memory and compute, from 0 to 1

@@ -38,7 +38,8 @@ class Hardware(msgspec.Struct, frozen=True, cache_hash=True):
     Attributes:
         cards: by number.
         memory_factor: how much of a card's ``memory_mib`` one unit of a pod's request is.
-        is_oversold: the cards are offered with more memory than they have.
+        is_oversold: the cards are offered with more memory than they have; some pods go only to
+            such Nodes, some only to others.
         links: (card, other card, types of the link), sorted; empty where they are not known. The
             larger the type, the closer the cards: 7 is one NVLink, 8 are two (vgpu-manager §3).
     """

@@ -106,7 +106,7 @@ class MostOfAContainer(NamedTuple):
     memory_units: int
 
 
-@functools.lru_cache(maxsize=1024)  # asked for each state of a Node
+@functools.lru_cache(maxsize=1024)  # asked for each state of a Node's cards
 def most_of_a_container(demand: Demand) -> MostOfAContainer:
     """Return the most that a container of the pod asks for."""
     return MostOfAContainer(
@@ -121,7 +121,8 @@ def total(demand: Demand, memory_factor: int, whole_card_mib: int) -> tuple[int,
     """Return slots, MiB of memory and percent of compute that the pod takes at most, summed over
     its cards: its sidecars, plus all main containers or the init container that asks for most.
 
-    ``whole_card_mib`` is the memory of a card, for containers that ask for a percentage of it.
+    ``whole_card_mib`` is the memory of each card of the Node, for containers that ask for a
+    percentage of it. With 0, e.g. where cards differ, a percentage counts as nothing.
     """
 
     def of(container: ContainerDemand) -> tuple[int, int, int]:

@@ -312,8 +312,8 @@ def _largest(
 
 
 def _most_asked(demand: Demand, field: str, alike: Sequence[Sequence[NodeView]]) -> int:
-    """Return the largest amount that a container asks for. That of one that asks for all memory of
-    a card is above that of every card.
+    """Return the largest amount that a container asks for. A percentage of a card's memory, for
+    which the amount is None, counts as more than the memory of every card.
     """
     asked = [getattr(each, field) for each in demand.containers]
     if None not in asked:

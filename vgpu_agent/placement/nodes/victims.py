@@ -184,6 +184,7 @@ class Room:
                     for taken, has_room in zip(self._taken, self._has_room, strict=True)
                 )
             )
+        # in these modes the cards must also be on one NUMA node, or joined by NVLinks
         if self._demand.topology_mode not in {NUMA_STRICT, LINK_STRICT}:
             return True
         return self._known(tuple(self._has_room))

@@ -72,7 +72,7 @@ class Narrator:
             self.command("\n".join(self._wrapped(paragraph)), style=style)
 
     def command(self, text: str, *, style: str = "") -> None:
-        """Tell lines as they are, so that they can be copied."""
+        """Tell lines as they are, not wrapped, so that commands in them can be copied."""
         if self._waiting:
             print(_CLEARED, end="")
             self._waiting = False

@@ -227,6 +227,9 @@ class VgpuExtender:
             ClusterError: whether they are written is not known.
         """
         keys = self._keys
+        # `predicate-time`: when the pod was last filtered or bound. `real-allocated`: the claims
+        # that the device plugin has granted. `metrics-node`: the node on which the pod's use is
+        # measured.
         return await self._patch(
             pod,
             annotations={
@@ -297,6 +300,7 @@ class VgpuExtender:
         keys = self._keys
         await self._patch(
             pod,
+            # instead of a time: the allocation is over
             annotations={keys("predicate-time"): formats.FINISHED_TIME},
             labels={keys("assigned-phase"): formats.FAILED, keys("metrics-node"): None},
         )

@@ -209,7 +209,7 @@ class VgpuLedger:
     @staticmethod
     def needs_lock(pod: Object) -> bool:
         """Tell whether the scheduler locks the node for the pod, by an annotation, where locks are
-        on.
+        on: for every pod that requests vGPU, unlike with Volcano's GPU share.
         """
         return bool(asks(pod))
 
@@ -262,7 +262,7 @@ class VgpuLedger:
                 return sorted(uses, key=lambda use: (-use.memory, use.card.index))
             case "spread":
                 return sorted(uses, key=lambda use: (use.holders, use.card.index))
-            case _:
+            case _:  # without a policy the real scheduler begins with the last card
                 return sorted(uses, key=lambda use: -use.card.index)
 
 

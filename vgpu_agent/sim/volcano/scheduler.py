@@ -378,6 +378,7 @@ class VolcanoScheduler:
                 if taken is not None
                 else volcano_annotations.LOCK_SECONDS
             )
+            # None: the time in the annotation cannot be read; this counts as locked
             if age is None or age < volcano_annotations.LOCK_SECONDS:
                 return f"node {name} has been locked within 5 minutes"
             version = node["metadata"]["resourceVersion"]

@@ -227,6 +227,7 @@ class VgpuManagerAdmission:
                     f"{keys.cores} or {keys.memory} and no {keys.number}"
                 )
         mode = pod.annotations.get(keys.topology_mode, "").strip().lower()
+        # links to the cards of the pod's peers shall count when its own cards are chosen
         crosses = policies.is_true(pod.annotations.get(keys.cross_pod, ""))
         if crosses and not mode.startswith("link"):
             yield f"{keys.cross_pod} has no effect without {keys.topology_mode}: link"

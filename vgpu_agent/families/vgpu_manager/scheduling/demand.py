@@ -79,7 +79,8 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
         include_uuids=entries(keys.include_uuid),
         exclude_uuids=entries(keys.exclude_uuid),
         types_match_substrings=options.types_match_substrings,
-        aligned=(  # the pod is to be near its peers
+        # the pod is to be near its peers: only in the modes that ask for cards joined by links
+        aligned=(
             mode in {LINK, LINK_STRICT}
             and pod.annotations.get(keys.cross_pod, "").strip().lower() == "true"
         ),

@@ -59,7 +59,7 @@ class VgpuManagerScheduling:
 
     @property
     def key_names(self) -> KeyNames:
-        """The names of resources and annotations in explanations."""
+        """The names of resources and annotations in explanations of why a pod does not start."""
         keys = self._keys
         return KeyNames(
             number=keys.number,
@@ -132,6 +132,7 @@ class VgpuManagerScheduling:
                 keys.predicate_time: str(now_ns),
                 keys.real_allocated: "",  # for the claims of containers that have started
             },
+            # `phase`: how far the allocation is. `metrics_node`: where the pod's use is measured.
             # `node_label`: None, for no label, where the name is too long for one
             {keys.phase: ALLOCATING, keys.metrics_node: node_label(holding.node)},
         )

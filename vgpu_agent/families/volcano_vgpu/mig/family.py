@@ -112,6 +112,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             gpu: max(1, request.units_on(units)) * offer.factor
             for gpu, units in offer.units.items()
         }
+        # `_refused_gpus`: GPU → why the pod's annotations exclude it; empty where they do not
         return placed(question, wanted_mib, self._refused_gpus(question), self._options.geometries)
 
     def recall(self, question: Question) -> Decision | None:

@@ -59,7 +59,8 @@ def read_place(text: str) -> tuple[str, str, int] | None:
 
 def groups_of(gpu: Gpu, known: Sequence[ModelGeometries]) -> tuple[MigGroup, ...]:
     """Return the possible divisions of this GPU model, in the order in which schedulers try them;
-    empty when its model is not among ``known``, the geometries of the ConfigMap.
+    empty when its model is not among ``known``, the geometries in the ConfigMap of Volcano's device
+    plugin.
     """
     return next(
         (entry.groups for entry in known if any(model in gpu.name for model in entry.models)), ()
