@@ -99,6 +99,7 @@ class Claims:
         }
         # `decided_for`: the UID of the pod and the container that the shares were chosen for, by a
         # guess perhaps
+        # These have shares; `container.started` is about their status.
         started = {
             grant.decided_for for grant in self._ledger.grants if grant.decided_for and grant.shares
         }
@@ -178,8 +179,9 @@ def _named_gpus(
     resources: tuple[Resource, ...],
 ) -> _NamedGpus:
     """Return the GPUs that the pod's annotations name for containers that have not started."""
-    # A pod that is being deleted starts no more containers, and the kubelet never runs a pod whose
-    # annotations imitate the mirror of a static pod.
+    # A pod that is being deleted starts no more containers. One with the annotation of a mirror
+    # (`mirror`) is never run as such: a true one stands for a static pod, which no scheduler binds,
+    # and anybody can write the annotation.
     if not pod.scheduled or pod.ended or pod.deleting or pod.mirror:
         return ()
     if all(container.started for container in pod.containers):

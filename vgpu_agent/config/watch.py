@@ -76,7 +76,7 @@ class _Look:
         # the file of NVIDIA's plugin, and the sources and the content of our file that name it
         self._nvidia_file_for: tuple[load.Sources, bytes | None] | None = None
         self._nvidia_file = ""
-        self._changes = log.ChangeFilter()
+        self._changes = log.ChangeFilter()  # has each missing file logged once, until it is back
 
     @property
     def has_files(self) -> bool:

@@ -7,8 +7,8 @@ and mounts are those of the replaced plugin (vgpu-manager §7.3, §7.4), with tw
 program does not notice. Containers are not shown the host's ``/proc``, unless the operator wants
 that. And containers no longer get three directories of the host in which they can write: the agent
 makes the files that the library would make there, and mounts each by itself (docs/security.md
-says why). Families call it through `ControlBackend`; `runtime` makes the files and installs the
-library itself.
+says why). Families call it through `ControlBackend`; the package `vgpu_agent.runtime` makes the
+files and installs the library itself.
 
 It is a quota for cooperative programs, not a security boundary (vgpu-manager §12.4).
 """
@@ -61,7 +61,7 @@ VMEM_FILE = "vmem_node/vmem_node.config"
 SM_NODE_FILE = "sm_node/sm_node.config"
 _SM_NODE_LOCK = "sm_node/sm_node.lock"
 _LOCKS = "vgpu_lock"
-# the directories in which a container has files; `runtime` keeps these files from growing
+# the directories in which a container has files, which `runtime.region_guard` keeps from growing
 FOLDERS = ("config", "vmem_node", "sm_node", _LOCKS)
 _LOCK_SUFFIX = ".lock"
 _LOCK_SIZE = 4096  # a page, for what a library may write there; they are made empty
@@ -278,8 +278,9 @@ class VgpuControl(msgspec.Struct, frozen=True):
                 *(_writable(directory, path) for path in written),
             ),
             own_directory=directory,  # removed once the pod is gone
-            # files of the container's previous run; VMEM_FILE too: one may be left from before
-            # tracks_virtual_memory was switched off
+            # Files of the container's previous run, which go before `files` are made, but not when
+            # only lost files are restored: the container may run then. VMEM_FILE too: one may be
+            # left from before tracks_virtual_memory was switched off.
             removed=tuple(dict.fromkeys([PIDS_FILE, VMEM_FILE, *written])),
         )
 
@@ -479,8 +480,8 @@ def _writable(directory: str, path: str) -> HostFile:
     sizes = {VMEM_FILE: (VMEM_SIZE, vmem_head()), SM_NODE_FILE: (SM_NODE_SIZE, sm_node_head())}
     size, head = sizes.get(path, (0, b""))
     parts = ((0, head),) if head else ()
-    # renewed: what is written into a file that is there already, in place, since containers have it
-    # mapped
+    # renewed: what is written into a file that was not removed first, because its container may
+    # run; in place, since containers have it mapped
     return HostFile(
         f"{directory}/{path}", size, parts, mode=0o666, renewed=parts, allocated=size > 0
     )

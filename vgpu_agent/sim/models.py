@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from vgpu_agent.errors import SimulationError
 
-# how the GPUs of a node are linked: "cube-mesh" as on a board of V100, "switch" directly up to four
-# and else through NVSwitches
+# how the GPUs of a node are linked: "cube-mesh" as on a board of V100, "switch" each to each
+# other, directly on nodes of up to four GPUs and through NVSwitches on larger ones
 NvLink = Literal["none", "cube-mesh", "switch"]
 
 

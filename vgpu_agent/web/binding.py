@@ -1,7 +1,7 @@
 """The JSON shapes for the binding of grants: the families, the mode (late or early) with its
 reason, and the containers that may not start.
 
-Used by `views` for the page, and by `debug`. Fields may be added; they are never renamed.
+Used by `views` for `/debug/status`, and by `debug`. Fields may be added; they are never renamed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class RefusalView(msgspec.Struct, frozen=True):
     container: str = ""
     resource: str = ""
     reason: str = ""
-    advice: str = ""  # the remedies, and the state at the last refusal
+    # the remedies, and what the pod and the kubelet's records lacked at the last refusal
+    advice: str = ""
     since: When = When()
     count: int = 0
     final: bool = False

@@ -401,8 +401,8 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/allocations",
-        "Every grant with its evidence, reservations without an owner, and refused starts: of all "
-        "pods, or of one (pod=namespace/name).",
+        "Every grant with its evidence, grants whose container the kubelet's records do not name "
+        "yet, and refused starts: of all pods, or of one (pod=namespace/name).",
         ("pod",),
         _allocations,
     ),

@@ -221,8 +221,8 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
 
 
 def _of_pods(settings: Settings, found: Found) -> ListOptions:
-    """Return the same for families whose pods decide. With `cdi.inline`, a grant that is bound late
-    has the edits behind CDI names in its own spec.
+    """Return the same for families whose pods decide. With `cdi.inline` they name CDI devices only:
+    when a grant is bound late, the edits that the names stand for are written into its own spec.
     """
     lists = list_options(settings, found)
     return (

@@ -109,6 +109,7 @@ class ListedIds:
         tell whether a second comparison should follow soon.
         """
         servers = [server for server in self._servers() if server.last_sent is not None]
+        # resource → our ids in that list, for the compact form of the kubelet's (`SeenNumbers`)
         offered = {
             server.status.resource: sent.offered for server in servers if (sent := server.last_sent)
         }

@@ -34,7 +34,7 @@ class VgpuManagerMigFamily(MigInstancesFamily):
 
         Args:
             options: those of vgpu-manager.
-            lists: how containers get devices that ids name.
+            lists: how containers get the devices that ids name (NVIDIA's ``deviceListStrategy``).
         """
         super().__init__(lists)
         self._options = options
@@ -81,6 +81,7 @@ class VgpuManagerMigFamily(MigInstancesFamily):
             f"the MIG strategy is {SINGLE}, and {found}; divide all GPUs alike, or choose {MIXED} "
             "(vgpuManager.migStrategy)"
         )
-        # without any instance, the resource of whole GPUs stands for the instances' resources
+        # One entry withholds all resources of this family. Without any instance there is no name of
+        # one, so the reason is given under that of whole GPUs.
         names = [self._options.keys.mig(profile) for profile in profiles]
         return dict.fromkeys(names or [self._options.keys.number], why)

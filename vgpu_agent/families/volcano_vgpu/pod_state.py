@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 PHASE = "volcano.sh/bind-phase"
 TIME = "volcano.sh/vgpu-time"  # when the GPUs were decided, in unix seconds; `NEVER` at the end
-BIND_TIME = "volcano.sh/bind-time"  # written with the decision, in unix seconds; never read
+BIND_TIME = (
+    "volcano.sh/bind-time"  # unix seconds; schedulers write it beside `DECISION`, nobody reads it
+)
 ALLOCATING = "allocating"
 SUCCESS = "success"
 FAILED = "failed"

@@ -54,8 +54,8 @@ Domain = frozenset[str] | int
 ANYWHERE, ELSEWHERE, TOGETHER = range(3)
 
 
-# The most different Nodes on which a survey tries to place the pod: each takes a tenth of a
-# millisecond, and other filter calls wait.
+# The largest number of different Nodes on which a survey tries to place the pod: each takes a tenth
+# of a millisecond, and other filter calls wait.
 _MAX_SEARCHED = 128
 
 
@@ -204,8 +204,9 @@ def choose_aligned(
             name: search.best_case(name, view).key(anchor.peers.get(name, 0), ranks[name])
             for name, view in views.items()
         }
-        # Those first that can be the best. Of equal ones the first name counts where there is a
-        # policy, otherwise the first in ``names``; sorting keeps that order.
+        # Those first that can be the best. Of equal ones the first name counts where the pod has a
+        # policy for Nodes (binpack or spread), otherwise the first in ``names``; sorting keeps that
+        # order.
         order = sorted(views) if demand.node_policy != NONE else list(views)
         order.sort(key=cases.__getitem__, reverse=True)
         for name in order:
@@ -239,8 +240,9 @@ def survey_aligned(
     book: Book, demand: Demand, peers: Collection[str], named: Iterable[Reason] = ()
 ) -> Survey:
     """Compare a demand with all Nodes as `Book.survey` does: tell whether a Node may take the pod,
-    and why the others cannot. Also check the nearness to peers. ``named`` are the reasons of the
-    Nodes that the scheduler has named; they are the answer for a demand that names cards by UUID.
+    and why the others cannot. Also check the nearness to peers. ``named`` has why the
+    Nodes of kube-scheduler's call refused the pod: that is the answer for a demand that names cards
+    by UUID.
     """
     found = book.survey(demand, named)
     # A demand that names cards by UUID would have to be compared with each Node, which takes long.

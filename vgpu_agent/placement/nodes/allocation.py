@@ -1,7 +1,7 @@
 """Place the containers of a pod on the cards of one Node (vgpu-manager §5.5).
 
-Pure functions on the state of a Node. The choice among the cards with room is the same as on a
-node (`placement.topology`).
+Pure functions on the state of a Node, called in the scheduler extender. They choose among the cards
+with room as the agent does on its own node (`placement.topology`).
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def _refused_by_node(
     ):
         return Refusal(Reason.NodeMemoryTypeMismatch)
     free = _free(hardware, tuple(taken))
-    # the number of cards that the pod wants, of those that take containers
-    wanted = free.cards - sum(hardware.cards[number].blocked is None for number in unwanted)
+    # the number of cards that take containers, without those that the pod rules out
+    acceptable = free.cards - sum(hardware.cards[number].blocked is None for number in unwanted)
     most = most_of_a_container(demand)  # for each amount, that of the container that asks for most
     # where cards differ, a request for a percentage of a card's memory counts as 0 MiB
     slots, memory, cores = total(
@@ -256,7 +256,7 @@ def _refused_by_node(
         (slots > free.slots, Reason.InsufficientGPUResources),
         (cores > free.cores_percent, Reason.InsufficientVGPUCore),
         (memory > free.memory_mib, Reason.InsufficientVGPUMemory),
-        (most.cards > wanted, next(iter(unwanted.values()), Reason.DeviceTypeMismatch)),
+        (most.cards > acceptable, next(iter(unwanted.values()), Reason.DeviceTypeMismatch)),
     )
     return next((Refusal(reason) for fails, reason in checks if fails), None)
 

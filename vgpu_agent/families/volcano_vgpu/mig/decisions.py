@@ -6,8 +6,8 @@ instances only after it has seen the pods bound (volcano-vgpu D15). An annotatio
 *group* (one of the divisions that ``knownMigGeometries`` has for the GPU's model) and a position in
 it; a *slot* is such a position. Only the GPU, the group and the size of the instance count, and the
 ledger's grants decide which instance of that size it is. A GPU that must be divided first is named
-in the decision, instead of shares. No container has a part of it then, and `allocation` has it
-divided before it asks again. Called by `family`.
+in the decision, instead of shares. No container has a part of it then, and the package
+`vgpu_agent.allocation` has it divided before it asks again. Called by `mig.family`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def placed(
     enough, and a GPU that has a holder keeps its group. GPUs that have such an instance already
     come before those that would have to be divided again. Within both a GPU that serves this family
     comes before one that serves none (its rank, see `placement.mixing`). A GPU that another family
-    has or waits for comes last.
+    has, or that is claimed for a pod of one, comes last.
 
     Args:
         question: the container with its pod, ids and what each GPU has left.
@@ -161,6 +161,7 @@ def placed(
         gpu = question.inventory.gpu(room.device)
         if gpu is None or room.device not in wanted_mib:
             continue
+        # `room.trouble`: why nothing of the GPU is granted now, such as that it is Unhealthy
         trouble = unwanted.get(room.device) or room.trouble
         fitting = None if trouble else _smallest_free(gpu, wanted_mib[gpu.uuid], question, known)
         group = (
@@ -185,7 +186,7 @@ def placed(
             f"{len(ready) + len(divisible)} GPUs have a MIG instance for it or can be divided "
             f"for it; {others or 'the node has no other GPU to share'}"
         )
-    # `OTHERS`: another family has the GPU, or waits for it
+    # `OTHERS`: another family has the GPU, or it is claimed for a pod of one
     chosen = sorted([*ready, *divisible], key=lambda uuid: rank(uuid) == OTHERS)[:count]
     if layouts := tuple(divisible[uuid] for uuid in chosen if uuid in divisible):
         return Decision(shares=(), by="the agent, MIG", layouts=layouts)
