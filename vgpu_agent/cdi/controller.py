@@ -301,8 +301,8 @@ class CdiController:
         )
 
     def _needed(self) -> bool:
-        """Tell whether specs are needed: for their names, or to answer with the edits behind these
-        (``cdi.inline``).
+        """Tell whether specs are needed: for their names, or because the edits behind these are
+        copied into the spec of each late grant (``cdi.inline``).
         """
         return self._settings.cdi.inline or self._strategies_use_names
 

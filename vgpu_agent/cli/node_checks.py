@@ -3,8 +3,8 @@ and tells what is wrong and what helps.
 
 Called by `doctor`, each check in a thread of its own with a time limit, because a driver that hangs
 or a file system that is gone can block a call for ever. They change nothing on the node. They use
-the agent's own modules where these judge the same thing (settings, NVML, checkpoint, delivered
-libraries, API client), so that the answer is that of the agent.
+the agent's own modules where these judge the same thing (settings, NVML, checkpoint, the
+libraries of isolation backends, API client), so that the answer is that of the agent.
 """
 
 from __future__ import annotations
@@ -517,7 +517,7 @@ def check_mps(node: Node) -> Iterator[Finding]:
             name,
             f"{listed(missing)} not found in PATH",
             "they come with the driver: give the agent's container the capabilities "
-            "compute,utility (NVIDIA_DRIVER_CAPABILITIES), or take components/mps",
+            "compute,utility (NVIDIA_DRIVER_CAPABILITIES), or apply manifests/components/mps",
         )
     else:
         yield _ok(name, f"{CONTROL_BINARY} and {SMI_BINARY} are there")
@@ -601,6 +601,7 @@ def rights(settings: Settings) -> tuple[Right, ...]:
         for family in FAMILIES
         if family.is_on(settings)
     )
+    # it also evicts pods whose start it has refused for so many seconds
     if rescues or settings.binding.refused_evict_seconds:
         found.append(Right("create", "pods/eviction"))
     if rescues:

@@ -264,7 +264,7 @@ class MpsSharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 class Sharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Sharing of one GPU by several containers. Without it, and without `iktos`, each container
-    gets whole GPUs. With both, `mps` counts.
+    gets whole GPUs. With `timeSlicing` and `mps`, `mps` counts, and `iktos` counts before either.
     """
 
     time_slicing: TimeSlicing = msgspec.field(default_factory=TimeSlicing)
@@ -319,9 +319,10 @@ def offered_names(settings: Settings) -> Iterator[OfferedName]:
                 renamed.add(name)
     for text in sorted((names - renamed) | published):
         if not (mixed and text.startswith(MIG_PREFIX)):
-            yield OfferedName(text, FAMILY, "families.nvidia")
+            # the path: the setting that a message about a clash of names is to name
+            yield OfferedName(text, FAMILY, path="families.nvidia")
     if mixed:
-        yield OfferedName(MIG_PREFIX, FAMILY, "families.nvidia", prefix=True)
+        yield OfferedName(MIG_PREFIX, FAMILY, path="families.nvidia", prefix=True)
 
 
 def _shared(settings: Settings) -> Sequence[tuple[str, str, bool]]:

@@ -71,7 +71,7 @@ def rules(keys: Keys) -> Mapping[str, Rule]:
         ),
         # whether the cards of a container should be on one NUMA node, or linked; or must (strict)
         keys.topology_mode: _one_of(*MODES, NONE),
-        # whether the links to the cards of the other pods of a group count, too
+        # whether the links to the cards of the pod's peers count, too
         keys.cross_pod: _one_of(*_SWITCH),
         # whether a container may get more than its share of the compute
         keys.compute_policy: _one_of(*(policy.value for policy in ComputePolicy)),
