@@ -457,7 +457,12 @@ class Extender:
                 self._events.fell_back(pod, choice.node, mode, choice.fallback)
             self._promise(pod, choice.holding, wanted)
             self._known_pods.promise(pod)  # the watch may not have shown it yet
-            asyncio.get_running_loop().call_soon(self._after_placing, pod, choice.node)
+            # kube-scheduler need not wait for it: the answer is sent before
+            asyncio.get_running_loop().call_soon(
+                functools.partial(
+                    self._journal.record, "scheduler.placed", pod=pod.full_name, node=choice.node
+                )
+            )
             if self._events is not None:
                 self._events.matched(pod, choice.node)
         else:
@@ -465,11 +470,6 @@ class Extender:
             if self._events is not None:
                 self._events.fits_nowhere(pod, choice.reasons)
         return choice
-
-    def _after_placing(self, pod: Pod, node: str) -> None:
-        """Do what kube-scheduler need not wait for; the answer is sent before."""
-        self._journal.record("scheduler.placed", pod=pod.full_name, node=node)
-        self._book.prepare(node)  # compares the changed Node with demands that will come again
 
     def _refusal(self, pod: Pod, demand: Demand, choice: Choice, candidates: int) -> str:
         """Return why a pod fits on none of the candidates: the same text for each of them.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 # and how many in all. Pods of many sizes come in turn, and a new demand has to be compared with
 # each state.
 _MAX_DEMANDS, _MAX_OF_A_DEMAND, _MAX_VERDICTS = 128, 8192, 262_144
-# Comparisons of a card with a demand when a Node has changed: with eight cards it is compared with
-# the latest 16 demands, which takes 1 ms.
-_PREPARED_CARDS = 128
 # States that are kept for reuse, of all kinds of `Hardware` (the cards of a Node without UUIDs)
 # together: a few times the Nodes of a large cluster.
 _MAX_STATES = 16_384
@@ -248,6 +244,7 @@ class Book:
         self._verdicts: collections.OrderedDict[Demand, dict[object, _Verdict]] = (
             collections.OrderedDict()
         )
+        self._kept_verdicts = 0  # the number of all of these
 
     # -- Nodes and holdings ------------------------------------------------------------------------
 
@@ -445,19 +442,6 @@ class Book:
                 return Choice(best, holding, reasons, placed.fallback)
         return Choice(node="", holding=None, reasons=reasons)
 
-    def prepare(self, name: str) -> None:
-        """Compare a Node that has just changed with the latest demands, which most likely come
-        again: the next `choose` finds their verdicts. Demands with a topology mode are left out: to
-        find linked cards may take a second, and such a demand may never come again.
-        """
-        node = self._nodes.get(name)
-        if node is None or node.state is None:
-            return
-        number = max(1, _PREPARED_CARDS // max(1, len(node.uuids)))
-        for demand, table in itertools.islice(reversed(self._verdicts.items()), number):
-            if node.state not in table and demand.topology_mode == NONE:
-                table[node.state] = _verdict(demand, node)
-
     def refusals(
         self, demand: Demand, names: Iterable[str], *, without: str = ""
     ) -> Mapping[str, Refusal | None]:
@@ -545,6 +529,7 @@ class Book:
                 key = state, tuple(unwanted(demand, state.hardware, node.uuids).items())
             if (found := table.get(key)) is None:
                 found = table[key] = _verdict(demand, node)
+                self._kept_verdicts += not demand.names_cards
             return found
 
         return known
@@ -556,12 +541,10 @@ class Book:
         table = self._verdicts.setdefault(demand, {})
         self._verdicts.move_to_end(demand)
         if len(table) > _MAX_OF_A_DEMAND:
+            self._kept_verdicts -= len(table)
             table.clear()
-        while (
-            len(self._verdicts) > _MAX_DEMANDS
-            or sum(map(len, self._verdicts.values())) > _MAX_VERDICTS
-        ):
-            self._verdicts.popitem(last=False)
+        while len(self._verdicts) > _MAX_DEMANDS or self._kept_verdicts > _MAX_VERDICTS:
+            self._kept_verdicts -= len(self._verdicts.popitem(last=False)[1])
         return table
 
 
