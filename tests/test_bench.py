@@ -40,3 +40,12 @@ def test_on_a_slower_processor_only_limits_of_time_are_higher(
 def test_a_figure_without_a_limit_has_none_anywhere() -> None:
     """It is there to be compared with."""
     assert Figure("a figure", 14.0, None, "ms", "").on_slower_processor(1.5).met
+
+
+def test_a_limit_is_stretched_once() -> None:
+    """A part that measures the speed beside each of its runs has stretched its limits already."""
+    once = Figure("a figure", 14.0, 10.0, "ms", "").on_slower_processor(1.5)
+    assert once.on_slower_processor(2.0).limit == 15.0
+    assert (
+        Figure("a figure", 14.0, 10.0, "ms", "", scaled=True).on_slower_processor(2.0).limit == 10
+    )

@@ -90,7 +90,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch, _no_blocked_loop: BlockBuster) -> N
 def _plugin(directory: Directory, journal: Journal | None = None) -> DevicePlugin:
     resource = shared_resource()
     # its state is all that is used
-    return DevicePlugin(resource, FakeBackend(resource), directory, journal or Journal())  # type: ignore[arg-type]  # a stand-in with what is called
+    return DevicePlugin(resource, FakeBackend(resource), directory, journal or Journal())  # type: ignore[arg-type]  # a stand-in with the members that are used
 
 
 @pytest.mark.looptime

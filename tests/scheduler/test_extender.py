@@ -80,7 +80,7 @@ class Cluster:
             journal=self.journal,
             grace_seconds=grace_seconds,
             clock=lambda: 1787331600.0,
-            events=PodEvents(self),  # type: ignore[arg-type]  # a stand-in with what is called
+            events=PodEvents(self),  # type: ignore[arg-type]  # a stand-in with the members that are used
             **more,
         )
         self.nodes = {}

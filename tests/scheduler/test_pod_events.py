@@ -45,7 +45,7 @@ def test_many_nodes_are_counted_and_few_are_named() -> None:
 async def test_a_pod_that_waits_is_told_once_a_minute() -> None:
     """kube-scheduler tries it many times, with other Nodes and so another text each time."""
     raised = Raised()
-    events = PodEvents(raised)  # type: ignore[arg-type]  # a stand-in with what is called
+    events = PodEvents(raised)  # type: ignore[arg-type]  # a stand-in with the members that are used
     for number in range(10):
         events.fits_nowhere(POD, {f"n{number}": Reason.DeviceUnhealthy})
         await asyncio.sleep(REPEATED_SECONDS / 5 - 0.01)
@@ -60,7 +60,7 @@ async def test_a_bound_pod_is_told_its_cards() -> None:
     """So that nobody has to read annotations for it."""
     raised = Raised()
     held = HeldCard("GPU-a", 10, 1024), HeldCard("GPU-b", 0, 2048)
-    PodEvents(raised).bound(  # type: ignore[arg-type]  # a stand-in with what is called
+    PodEvents(raised).bound(  # type: ignore[arg-type]  # a stand-in with the members that are used
         POD, Holding("n0", (ContainerKind.MAIN,), (held,)), {"GPU-a": 3}
     )
     text = (
@@ -74,7 +74,7 @@ async def test_a_bound_pod_is_told_its_cards() -> None:
 async def test_many_bound_pods_are_told_one_after_the_other() -> None:
     """The event costs as much as the Binding, and must not hold up the pods. None is lost."""
     raised, count = Raised(), BOUND_AT_ONCE + 50
-    events = PodEvents(raised)  # type: ignore[arg-type]  # a stand-in with what is called
+    events = PodEvents(raised)  # type: ignore[arg-type]  # a stand-in with the members that are used
     for number in range(count):
         events.bound(POD, Holding(f"n{number}", (ContainerKind.MAIN,), ((),)), {})
     assert len(raised.events) <= BOUND_AT_ONCE + 1
@@ -93,7 +93,7 @@ async def test_many_bound_pods_are_told_one_after_the_other() -> None:
 async def test_a_matched_node_is_told_only_while_no_bound_pod_has_to_wait() -> None:
     """The event costs a request, and that of the bind says the same and more."""
     raised = Raised()
-    events = PodEvents(raised)  # type: ignore[arg-type]  # a stand-in with what is called
+    events = PodEvents(raised)  # type: ignore[arg-type]  # a stand-in with the members that are used
     events.matched(POD, "n0")
     events.matched(POD, "n0")
     assert raised.events == [("FilteringSucceed", 'Successfully matched node "n0"', "Normal")]
@@ -111,7 +111,7 @@ async def test_a_matched_node_is_told_only_while_no_bound_pod_has_to_wait() -> N
 async def test_each_reason_is_told_once_a_minute() -> None:
     """kube-scheduler asks for victims right after the filter that has failed."""
     raised = Raised()
-    events = PodEvents(raised)  # type: ignore[arg-type]  # a stand-in with what is called
+    events = PodEvents(raised)  # type: ignore[arg-type]  # a stand-in with the members that are used
     for _ in range(3):
         events.fits_nowhere(POD, {"n0": Reason.DeviceUnhealthy})
         events.not_preempted(POD, 3)
@@ -133,7 +133,7 @@ async def test_groups_of_other_namespaces_are_counted_and_not_named() -> None:
     """
     raised = Raised()
     gangs = {f"ml/{number}" for number in range(7)} | {"ml/a\n\x1b[31m" + "x" * 500}
-    PodEvents(raised).gangs_disrupted(POD, gangs | {"bank/secret"})  # type: ignore[arg-type]  # a stand-in with what is called
+    PodEvents(raised).gangs_disrupted(POD, gangs | {"bank/secret"})  # type: ignore[arg-type]  # a stand-in with the members that are used
     ((_, text, _),) = raised.events
     assert text.startswith(
         "to make room for this pod, pods of groups may end that belong together: 'ml/0', 'ml/1', "
@@ -142,7 +142,7 @@ async def test_groups_of_other_namespaces_are_counted_and_not_named() -> None:
     assert "secret" not in text
     raised.events.clear()
     other = Pod(name="other", namespace="web", uid="uid-other")
-    PodEvents(raised).gangs_disrupted(other, {"ml/a\n\x1b[31m" + "x" * 500})  # type: ignore[arg-type]  # a stand-in with what is called
+    PodEvents(raised).gangs_disrupted(other, {"ml/a\n\x1b[31m" + "x" * 500})  # type: ignore[arg-type]  # a stand-in with the members that are used
     ((_, text, _),) = raised.events
     assert "together: 1 of other namespaces; " in text
     assert len(text) < 300

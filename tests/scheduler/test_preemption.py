@@ -66,7 +66,7 @@ class Cluster:
             resources_of_node=self.extender.resources_of_node,
             journal=self.journal,
             metrics=self.metrics,
-            events=PodEvents(self),  # type: ignore[arg-type]  # a stand-in with what is called
+            events=PodEvents(self),  # type: ignore[arg-type]  # a stand-in with the members that are used
         )
         self._read_pod = read_pod
         for node in range(nodes):

@@ -175,7 +175,7 @@ async def test_a_listener_without_descriptors_pauses_and_goes_on() -> None:
         assert runner.server is not None
         server = runner.server
         # a listener and a server with the few methods that are called here
-        connections = Connections(Listener(), server, max_connections=_MOST)  # type: ignore[arg-type]  # a stand-in with what is called
+        connections = Connections(Listener(), server, max_connections=_MOST)  # type: ignore[arg-type]  # a stand-in with the members that are used
         connections.start()
         await eventually(lambda: server.connections)
         connections.stop()

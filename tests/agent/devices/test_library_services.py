@@ -66,8 +66,8 @@ class Stage:
         self.parts = LibraryServicesInForce(
             self.services,
             # stand-ins with the attributes that are read here
-            ledger=self.book,  # type: ignore[arg-type]  # a stand-in with what is called
-            gpu_watch=self.watch,  # type: ignore[arg-type]  # a stand-in with what is called
+            ledger=self.book,  # type: ignore[arg-type]  # a stand-in with the members that are used
+            gpu_watch=self.watch,  # type: ignore[arg-type]  # a stand-in with the members that are used
             pods=PodCache(),
             supervisor=supervisor,
             journal=self.journal,

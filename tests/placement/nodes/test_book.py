@@ -207,6 +207,19 @@ def test_kept_verdicts_are_bounded_over_all_demands(monkeypatch: pytest.MonkeyPa
     assert len(book._verdicts) > 1
 
 
+def test_one_demand_with_more_verdicts_than_are_kept_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It keeps them: dropped at each call, they would be made anew for each pod."""
+    monkeypatch.setattr("vgpu_agent.placement.nodes.book._MAX_VERDICTS", 5)
+    book = book_of(10)
+    for node in range(10):
+        book.hold(f"pod-{node}", held(node, (0, 1, 1 + node)))
+    for _ in range(3):
+        assert book.choose(SMALL, book.names()).node == "n0"
+        assert book._kept_verdicts == len(book._verdicts[SMALL]) == 10
+
+
 @pytest.mark.parametrize(
     ("entry", "model", "is_named"),
     [

@@ -543,7 +543,10 @@ class Book:
         if len(table) > _MAX_OF_A_DEMAND:
             self._kept_verdicts -= len(table)
             table.clear()
-        while len(self._verdicts) > _MAX_DEMANDS or self._kept_verdicts > _MAX_VERDICTS:
+        # the last one is that of this demand, to which the caller adds
+        while len(self._verdicts) > 1 and (
+            len(self._verdicts) > _MAX_DEMANDS or self._kept_verdicts > _MAX_VERDICTS
+        ):
             self._kept_verdicts -= len(self._verdicts.popitem(last=False)[1])
         return table
 

@@ -51,7 +51,7 @@ class Hardware(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class NodeCards(msgspec.Struct, frozen=True):
-    """What a Node's annotations say about its cards.
+    """The description of a Node's cards in its annotations.
 
     Attributes:
         hardware: its cards.
