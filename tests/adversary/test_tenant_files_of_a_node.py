@@ -48,8 +48,9 @@ async def test_no_container_keeps_a_real_agent_from_serving_others(stage: Volcan
     await stage.cluster.until(
         lambda: region.stat().st_size == 2_008_953, "the region to be cut back"
     )
-    cut = await stage.agent.get("/debug/events?event=region.cut")
-    assert str(region.parent.name) in str(cut)
+    await stage.agent.until(
+        "/debug/events?event=region.cut", lambda cut: region.parent.name in str(cut)
+    )
     for name in ("hostile", "neighbour"):
         stage.cluster.delete_pod(name)
     await stage.cluster.until(

@@ -38,12 +38,17 @@ async def volcano(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 
 async def seen_once(agent: AgentProcess, mark: str, part: str, cause: str) -> None:
-    """Check that each view has the cause once, as the only problem, under ``part``."""
+    """Check that each view has the cause once, as the only problem, under ``part``.
+
+    While the agent starts, other problems come and go beside it.
+    """
     overview = await agent.until(
         "/debug/status",
-        lambda found: any(cause in problem["reason"] for problem in found["problems"]),
+        lambda found: (
+            [problem["part"] for problem in found["problems"]] == [part]
+            and cause in found["problems"][0]["reason"]
+        ),
     )
-    assert [problem["part"] for problem in overview["problems"]] == [part]
 
     text = await status_text(agent)
     assert text.count(cause) == 1, text

@@ -65,6 +65,10 @@ def _record(layout: Layout) -> KeeperRecord:
     return record
 
 
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def _interfaces() -> list[str]:
     return sorted(os.listdir("/sys/class/net"))
 
@@ -280,9 +284,10 @@ class TestEnd:
         namespaces = rig.record.namespaces
         while_running = leftovers.traces(rig.layout, namespaces)
 
+        ended = _since_boot()
         rig.stop()
 
-        assert leftovers.traces(rig.layout, namespaces) == []
+        assert leftovers.traces(rig.layout, namespaces, ended=ended) == []
         assert {trace.split()[0] for trace in while_running} == {"cgroup", "folder", "process"}
         assert _interfaces() == interfaces
 
@@ -303,10 +308,11 @@ class TestEnd:
             30,
         )
 
+        ended = _since_boot()
         _kill(owner)
 
-        _wait_until(lambda: not leftovers.traces(layout, record.namespaces), 15)
-        assert leftovers.traces(layout, record.namespaces) == []
+        _wait_until(lambda: not leftovers.traces(layout, record.namespaces, ended=ended), 15)
+        assert leftovers.traces(layout, record.namespaces, ended=ended) == []
         _wait_until(lambda: not record.keeper.is_alive(), 5)  # it collects first and ends last
         assert _interfaces() == interfaces
 
@@ -317,10 +323,11 @@ class TestEnd:
         _wait_until(layout.log("apiserver").exists, 30)
         record = _record(layout)
 
+        ended = _since_boot()
         _kill(owner)
 
-        _wait_until(lambda: not leftovers.traces(layout, record.namespaces), 15)
-        assert leftovers.traces(layout, record.namespaces) == []
+        _wait_until(lambda: not leftovers.traces(layout, record.namespaces, ended=ended), 15)
+        assert leftovers.traces(layout, record.namespaces, ended=ended) == []
 
     def test_the_remains_of_a_killed_keeper_are_collected(self, cluster_available: None) -> None:
         """Its processes die with it. The folder and the cgroups go at the next start,
@@ -331,12 +338,13 @@ class TestEnd:
         rig.start(owned=False)
         record = _record(layout)
 
+        ended = _since_boot()
         os.kill(record.keeper.pid, signal.SIGKILL)
         _wait_until(lambda: not record.keeper.is_alive(), 5)
         collected = leftovers.collect()
 
-        _wait_until(lambda: not leftovers.traces(layout, record.namespaces), 5)
-        assert leftovers.traces(layout, record.namespaces) == []
+        _wait_until(lambda: not leftovers.traces(layout, record.namespaces, ended=ended), 5)
+        assert leftovers.traces(layout, record.namespaces, ended=ended) == []
         assert layout.name in collected
         rig.stop()  # does nothing, but for reaping the keeper
 

@@ -39,13 +39,20 @@ def _free_port() -> int:
 async def _serving(
     url: str, probe_port: int | None, lease: Lease | None = None
 ) -> AsyncIterator[Service]:
-    """A service that runs until the context ends."""
+    """A service that runs until the context ends. Its watches may be ready before it listens."""
     credentials = Credentials(lambda: Access(url), "test")
     options = Options(port=0, probe_port=probe_port, lease=lease)
     service = Service(options, VgpuManagerScheduling(KEYS), credentials)
     running = asyncio.ensure_future(service.run())
     try:
-        await eventually(lambda: running.done() or service.is_ready)
+        await eventually(
+            lambda: (
+                running.done()
+                or (
+                    service.is_ready and service.address and service.probe_port == (probe_port or 0)
+                )
+            )
+        )
         if running.done():
             await running
         yield service

@@ -12,12 +12,13 @@ import os
 import shutil
 import signal
 import time
+from math import inf
 from pathlib import Path
 
 from tests.real_node.rig import cgroups
 from tests.real_node.rig.errors import RigError
 from tests.real_node.rig.layout import PREFIX, RUNS, Layout
-from tests.real_node.rig.processes import everyone, namespace
+from tests.real_node.rig.processes import ProcessId, everyone, namespace
 from tests.real_node.rig.record import KeeperRecord
 
 _BIRTH_SECONDS = 30.0
@@ -75,15 +76,16 @@ def remove(layout: Layout) -> None:
         shutil.rmtree(layout.run)
 
 
-def traces(layout: Layout, namespaces: tuple[str, ...]) -> list[str]:
+def traces(layout: Layout, namespaces: tuple[str, ...], *, ended: float = inf) -> list[str]:
     """Everything on this machine that still belongs to the rig, one line each.
 
     ``namespaces`` are those of its `KeeperRecord`: a namespace lives as long as a process is in it,
-    and interfaces live as long as theirs. The kernel may give the number of a namespace that has
-    ended to one of another rig, so those of other rigs are left out.
+    and interfaces live as long as theirs. The kernel gives the number of a namespace that has ended
+    to the next one, such as that of a rig which another test just starts. So processes that began
+    after ``ended`` (`time.clock_gettime` of CLOCK_BOOTTIME), when the rig was to end, do not count
+    because of a number.
     """
-    others = [KeeperRecord.load(other) for other in rigs() if other.name != layout.name]
-    sought = set(namespaces) - {name for record in others if record for name in record.namespaces}
+    sought = set(namespaces)
     found = [f"cgroup {path}" for path in cgroups.existing(layout.cgroup)]
     if layout.run.exists():
         found.append(f"folder {layout.run}")
@@ -101,9 +103,10 @@ def traces(layout: Layout, namespaces: tuple[str, ...]) -> list[str]:
                 .decode(errors="replace")
             )
             held = {namespace(pid, kind) for kind in ("pid", "net", "mnt")}
+            is_of_then = ProcessId.of(pid).began_seconds <= ended
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             # gone meanwhile, or one whose namespaces even root may not see
             continue
-        if f"{layout.run}/" in command or held & sought:
+        if f"{layout.run}/" in command or (held & sought and is_of_then):
             found.append(f"process {pid} {command.strip()}")
     return found

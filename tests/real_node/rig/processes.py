@@ -32,6 +32,11 @@ class ProcessId:
         """Raises: FileNotFoundError when there is no such process."""
         return cls(pid, _started(pid))
 
+    @property
+    def began_seconds(self) -> float:
+        """Return when it started, in seconds since boot."""
+        return self.started / os.sysconf("SC_CLK_TCK")
+
     def is_alive(self) -> bool:
         try:
             return _started(self.pid) == self.started
