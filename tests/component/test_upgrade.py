@@ -19,6 +19,7 @@ import pytest
 from tests import constants
 from tests.component.conftest import QUICK, SHARED, Stage
 from tests.component.volcano import NUMBER, VolcanoStage, asks, volcano_stage
+from vgpu_agent.agent import composition
 from vgpu_agent.agent.succession import SOCKET
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.kubelet.faults import AdmissionError
@@ -47,7 +48,10 @@ async def test_the_new_agent_takes_over_between_two_pods(stage: Stage) -> None:
     assert not failed_at
     ids = [one for pod in admitted for one in stage.ids(pod)]
     assert len(ids) == len(set(ids)) == PODS
-    assert (await new.until_logged("agent.took_over"))["predecessor"]
+    took_over = await new.until_logged("agent.took_over")
+    assert took_over["predecessor"]
+    registered = _moment(await new.until_logged("plugin.registered"))
+    assert _moment(took_over) - registered < composition._LIST_SECONDS  # it saw the list being sent
     status, text = await old.get_text("/readyz")
     assert status == 503
     assert "another agent has taken over this node" in text
@@ -56,6 +60,30 @@ async def test_the_new_agent_takes_over_between_two_pods(stage: Stage) -> None:
     assert await old.terminate() == 0
     await stage.allocatable(80)
     assert (await new.get_text("/readyz"))[0] == 200
+
+
+async def test_no_id_of_a_waiting_call_becomes_free_again(stage: Stage) -> None:
+    """A kubelet forgets the ids of a call of Allocate that waits, when a pod has ended meanwhile
+    and somebody lists pod-resources (kubelet §7); the next pod may get them, too. So neither agent
+    lists them while calls wait for the end of the hand-over.
+    """
+    await stage.ready_agent(QUICK + MANY)
+    early = [await stage.admit(f"early-{number}") for number in range(20)]
+    new = stage.agent(QUICK + MANY)
+
+    async def end() -> None:
+        await stage.kubelet.until(lambda: len(stage.kubelet.called("stream opened")) == 2)
+        for pod in early:  # the first of them while the new agent's calls still wait
+            await stage.kubelet.delete(pod)
+            await asyncio.sleep(0.02)
+
+    pods = asyncio.gather(end(), _admit(stage))
+    await new.start()
+    _, (admitted, failed_at) = await pods
+    assert not failed_at
+    assert stage.kubelet.forgotten_ids == 0
+    ids = [one for pod in admitted for one in stage.ids(pod)]
+    assert len(ids) == len(set(ids)) == PODS
 
 
 async def _admit(stage: Stage) -> tuple[list[Pod], list[float]]:

@@ -4,6 +4,7 @@ eight ids on two GPUs, every call remembered, faults on request.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from vgpu_agent.concurrency import Revision
@@ -34,6 +35,8 @@ class FakeBackend:
 
     def __init__(self, *resources: Resource) -> None:
         self.revision = Revision()
+        self.ready = asyncio.Event()
+        self.ready.set()
         self.resources = {resource.name: resource for resource in resources}
         self.unhealthy: set[str] = set()
         self.allocated: list[tuple[str, tuple[str, ...]]] = []

@@ -11,7 +11,7 @@ import pytest
 from tests.grpc.conftest import directory, grpcio_stays_initialised
 from tests.kubelet.backend import FakeBackend
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.concurrency import Revision, Supervisor
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet import server
@@ -67,9 +67,11 @@ class Node:
         """Begin to watch; plugins wait until this."""
         self.supervisor.start("kubelet directory", self.watch.run)
 
-    def offer(self, resource: Resource, backend: FakeBackend) -> DevicePlugin:
-        """Run a plugin for the resource."""
-        plugin = DevicePlugin(resource, backend, self.watch, self.journal)
+    def offer(
+        self, resource: Resource, backend: FakeBackend, *, lists: Revision | None = None
+    ) -> DevicePlugin:
+        """Run a plugin for the resource; ``lists`` advances with the lists that it sends."""
+        plugin = DevicePlugin(resource, backend, self.watch, self.journal, lists_revision=lists)
         self.plugins.append(plugin)
         self.supervisor.start(f"plugin {resource.name} {len(self.plugins)}", plugin.run)
         return plugin

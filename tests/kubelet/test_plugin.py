@@ -337,6 +337,17 @@ async def test_a_preference_for_an_odd_number_is_answered(
     assert await asked.prefer(["a", "b", "c"], ["c"], size) == expected
 
 
+async def test_a_preference_waits_until_all_grants_are_known(asked: Asked) -> None:
+    """Another agent may just have given the GPU to another family, and Allocate would refuse it."""
+    asked.backend.ready.clear()
+    choice = asyncio.ensure_future(asked.prefer(["a", "b", "c"], ["a"], 2))
+    await asyncio.sleep(0.05)
+    assert not choice.done()
+    asked.backend.choice = ["a", "c"]
+    asked.backend.ready.set()
+    assert await choice == ["a", "c"]
+
+
 async def test_a_malformed_preference_request_is_answered_with_nothing(asked: Asked) -> None:
     """Even then no error."""
     response = await asked.call(

@@ -7,13 +7,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kubelet.backend import U0, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.concurrency import Supervisor, TaskState
+from vgpu_agent.concurrency import Revision, Supervisor, TaskState
+from vgpu_agent.kubelet import registration, server
 from vgpu_agent.model import Resource
 from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 from vgpu_agent.status import PluginState
@@ -132,6 +134,25 @@ async def test_what_kubelet_was_told_is_known_while_a_stream_is_open(
         device.id for device in shared_resource().ids
     }
     assert plugin.last_sent.seconds_ago < PATIENCE_SECONDS
+
+
+async def test_who_waits_for_the_list_sees_one_that_came_before_the_answer_to_register(
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubelets connect before they answer. An agent that takes over waits in this way while no call
+    is answered.
+    """
+    lists, register = Revision(), registration.register
+
+    async def answered_late(*args: Any, **kwargs: Any) -> None:
+        await register(*args, **kwargs)
+        await lists.newer_than(0)
+
+    monkeypatch.setattr(server, "register", answered_late)
+    plugin = node.offer(shared_resource(), FakeBackend(shared_resource()), lists=lists)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while plugin.last_sent is None:
+            await lists.newer_than(lists.version)
 
 
 async def test_registering_again_on_request_is_a_new_server(

@@ -43,6 +43,8 @@ class LateBackend:
 
     def __init__(self, resource: Resource, settings: Kubelet, cdi_directory: Path) -> None:
         self.revision = Revision()
+        self.ready = asyncio.Event()
+        self.ready.set()
         self._resource = resource
         self._settings = settings
         self._cdi_directory = cdi_directory

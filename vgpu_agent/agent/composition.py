@@ -78,7 +78,7 @@ from vgpu_agent.runtime.region_slots import RegionSlots
 from vgpu_agent.status import KubeletStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable
 
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.config.load import Loaded
@@ -557,9 +557,7 @@ class Agent:
         self._start_loops(settings)
         # what to do when the next agent comes: end all that two agents must not do at once; let it
         # register while this one still answers; undo that if it ends before
-        await self._succession.listen(
-            self._hand_over, self._offering.unlink, self._offering.serve_again
-        )
+        await self._succession.listen(self._hand_over, self._unlink, self._serve_again)
         self._report.starting = ""
         inventory = self._gpu_watch.inventory.value
         _logger.info(
@@ -592,16 +590,7 @@ class Agent:
         self._supervisor.start("device nodes", control_nodes)
         self._supervisor.start("vanished devices", self._missing_devices.run)
         self._supervisor.start("remembered MIG instances", self._missing_devices.save_instances)
-        self._supervisor.start(
-            "verification",
-            functools.partial(self._verification.run, self._beat("verification")),
-            # Its longest pause, and the two calls of a pass.
-            stuck_after_seconds=(
-                concurrency.STUCK_SECONDS
-                + verification.VERIFY_SECONDS
-                + 2 * pod_resources.TIMEOUT_SECONDS
-            ),
-        )
+        self._start_verification()
         # No heartbeats: a restart of the agent does not repair a disk that hangs.
         self._supervisor.start("share seconds", self._share_seconds.run)
         if self._audit is not None:
@@ -636,6 +625,18 @@ class Agent:
                     ).run,
                 )
 
+    def _start_verification(self) -> None:
+        self._supervisor.start(
+            "verification",
+            functools.partial(self._verification.run, self._beat("verification")),
+            # Its longest pause, and the two calls of a pass.
+            stuck_after_seconds=(
+                concurrency.STUCK_SECONDS
+                + verification.VERIFY_SECONDS
+                + 2 * pod_resources.TIMEOUT_SECONDS
+            ),
+        )
+
     async def _take_over(self) -> None:
         """Register in the place of the agent that serves the node, as soon as it lets go; without
         one, do nothing.
@@ -648,8 +649,11 @@ class Agent:
             self._report.starting,
             "another agent is starting or stopping on this node",
         )
+        has_waited = False
 
         def report_wait() -> None:
+            nonlocal has_waited
+            has_waited = True
             if self._report.starting != reason:
                 self._report.starting = reason
                 _logger.info("agent.waiting", reason=reason)
@@ -657,6 +661,9 @@ class Agent:
         found = await self._succession.find_predecessor(report_wait)
         self._report.starting = starting
         if not found:
+            if has_waited:  # the other one has ended meanwhile
+                await self._grant_keeping.load()
+                await self._verification.rebuild()
             return
         self._allocator.ready.clear()
         self._offering.may_register.clear()
@@ -666,7 +673,21 @@ class Agent:
         # reading at the same time would make the time without healthy ids longer
         await self._register()
         await self._grant_keeping.load()
-        await self._verification.rebuild()
+        await self._verification.catch_up()
+
+    async def _unlink(self, resources: Collection[str]) -> bool:
+        """Prepare for a successor that registers beside this agent, see `Offering.unlink`.
+
+        The kubelet's calls then wait for the successor, and a List of pod-resources would make it
+        forget their ids, see `Verification.catch_up`.
+        """
+        await self._supervisor.stop("verification")
+        return await self._offering.unlink(resources)
+
+    async def _serve_again(self) -> None:
+        """Undo `_unlink`: the successor has ended."""
+        self._start_verification()
+        await self._offering.serve_again()
 
     async def _register(self) -> None:
         """Register all plugins with the kubelet, and wait a while until it has their lists."""

@@ -63,6 +63,7 @@ class Allocator:
         early: the answers to Allocate for such containers in early mode.
         ready: while it is not set, the kubelet's calls wait: an agent that served before this one
             is about to stop, and its last bookings are not in this ledger yet.
+        idle: set while no call of Allocate is under way.
     """
 
     def __init__(self, context: Context) -> None:
@@ -84,6 +85,9 @@ class Allocator:
         self.allocated_at: dict[str, float] = {}
         self.ready = asyncio.Event()
         self.ready.set()
+        self._calls = 0  # of Allocate that are under way
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @property
     def revision(self) -> Revision:
@@ -185,7 +189,17 @@ class Allocator:
             UnhealthyDeviceError: a device that must not be given to any container now.
             CapacityError: more than a device has.
         """
-        await self.ready.wait()
+        self._calls += 1
+        self.idle.clear()
+        try:
+            await self.ready.wait()
+            return await self._allocate(resource, ids)
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self.idle.set()
+
+    async def _allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         extra = {}  # fields of the log line
         try:
             offered = self._ledger.resource(resource)

@@ -46,6 +46,10 @@ class Backend(Protocol):
     def revision(self) -> Revision:
         """The revision of the lists; it advances whenever one may have changed."""
 
+    @property
+    def ready(self) -> asyncio.Event:
+        """While it is not set, calls wait, because not all grants are known yet."""
+
     def listing(self, resource: str) -> Sequence[ListedDevice]:
         """List all offered ids, and the ids of lost devices (gone or faulty, and not offered any
         more) that containers still hold.
@@ -275,6 +279,7 @@ class PluginService:
         except RequestRefusedError as err:
             _logger.warning("preferred.malformed", resource=self._resource.name, error=str(err))
             return codec.encode_preference([])
+        await self._backend.ready.wait()
         return codec.encode_preference([self._choice(container) for container in containers])
 
     def _choice(self, request: PreferenceRequest) -> list[str]:

@@ -42,15 +42,20 @@ if TYPE_CHECKING:
 
 
 async def read_records(
-    pod_resources: PodResources, checkpoint: Path, is_wanted: Callable[[str], bool] = lambda _: True
+    pod_resources: PodResources | None,
+    checkpoint: Path,
+    is_wanted: Callable[[str], bool] = lambda _: True,
 ) -> KubeletRecords:
     """Read the picture of the resources whose names ``is_wanted`` accepts;
     never raises, because the agent continues with its ledger.
+
+    Without ``pod_resources`` the checkpoint alone is read, which is no trouble then.
     """
     trouble = []
     listed: tuple[Holding, ...] | None = None
     try:
-        listed = await pod_resources.list(is_wanted)
+        if pod_resources is not None:
+            listed = await pod_resources.list(is_wanted)
     except KubeletError as err:
         trouble.append(str(err))
     entries: tuple[CheckpointEntry, ...] | None = None

@@ -316,6 +316,10 @@ class DevicePlugin:
                 "plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=ids
             )
             self._registered = instance
+            if self._lists_revision is not None:
+                # The kubelet may have received the list already, and `last_sent` counts it only
+                # from now on.
+                self._lists_revision.advance()
             return await instance.until_lost(kubelet, self._stopping)
         finally:
             self._registered = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -55,11 +56,15 @@ class Records:
     def __init__(self) -> None:
         self.now = KubeletRecords()
         self.read_at: list[float] = []
+        self.lists = 0  # how often pod-resources was asked
         self.seconds = 0.0  # of a reading
 
-    async def read(self, *_: object, is_wanted: object) -> KubeletRecords:
+    async def read(
+        self, pod_resources: PodResources | None, *_: object, is_wanted: object
+    ) -> KubeletRecords:
         """A stand-in for `read_records`, which has tests of its own."""
         del is_wanted
+        self.lists += pod_resources is not None
         self.read_at.append(round(asyncio.get_running_loop().time(), 3))
         await asyncio.sleep(self.seconds)
         return self.now
@@ -272,6 +277,75 @@ async def test_the_rebuild_at_start_is_no_drift(records: Records) -> None:
         await asyncio.sleep(2)
         assert parts.verification.drift_total == 1
         assert "did not know" in parts.verification.drift_last[0]
+
+
+@pytest.mark.looptime
+async def test_after_a_hand_over_the_checkpoint_alone_is_read(records: Records) -> None:
+    """A List would make the kubelet forget the ids of a call that waits (kubelet §7). What ended
+    pods left in the file is not adopted, and what is no longer there is released only by a List.
+    """
+    parts = Parts(records)
+    parts.book.replace([TRAIN, SERVE])
+    records.now = held(TRAIN)
+    await parts.verification.rebuild()
+    parts.book.replace([TRAIN])
+    records.lists = 0
+    records.now = KubeletRecords(
+        checkpointed(TRAIN, SERVE), complete=False, entries=checkpointed(TRAIN, SERVE)
+    )
+    await parts.verification.catch_up()
+    assert [grant.ids for grant in parts.ledger.grants] == [(U0,)]
+    parts.book.replace([TRAIN, SERVE])
+    await parts.verification.catch_up()
+    assert {grant.ids: grant.owner for grant in parts.ledger.grants} == {
+        (U0,): held(TRAIN, SERVE).holdings[0].owner,
+        (U1,): held(TRAIN, SERVE).holdings[1].owner,
+    }
+    records.now = KubeletRecords(complete=False, entries=())
+    await parts.verification.catch_up()
+    assert len(parts.ledger.grants) == 2
+    assert records.lists == 0
+    assert not parts.verification.drift_total
+
+
+@pytest.mark.looptime
+async def test_after_a_hand_over_a_checkpoint_that_cannot_be_read_is_replaced_by_a_list(
+    records: Records,
+) -> None:
+    """To grant what others hold would be worse than ids that the kubelet may give twice."""
+    parts = Parts(records)
+    records.now = KubeletRecords(complete=False, trouble="an unknown format")
+    await parts.verification.catch_up()
+    assert records.lists == 1
+    assert parts.kubelet.records_trouble == "an unknown format"
+
+
+@pytest.mark.looptime
+async def test_a_catch_up_does_not_say_that_pod_resources_is_back(records: Records) -> None:
+    """It was not asked."""
+    parts = Parts(records)
+    records.now = KubeletRecords(complete=False, trouble="no socket", entries=())
+    await parts.verification.rebuild()
+    records.now = KubeletRecords(complete=False, entries=())
+    await parts.verification.catch_up()
+    assert parts.kubelet.records_trouble == "no socket"
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(("busy_seconds", "waits_seconds"), [(0.4, 0.4), (math.inf, 1.0)])
+async def test_a_reading_waits_a_moment_for_calls_that_are_under_way(
+    records: Records, busy_seconds: float, waits_seconds: float
+) -> None:
+    """The kubelet forgets their ids if it is asked meanwhile (kubelet §7)."""
+    async with verifying(records) as parts:
+        await asyncio.sleep(20)
+        last = records.read_at[-1]
+        parts.allocator.idle.clear()
+        if busy_seconds < math.inf:
+            due = last + verification.VERIFY_SECONDS - asyncio.get_running_loop().time()
+            asyncio.get_running_loop().call_later(due + busy_seconds, parts.allocator.idle.set)
+        await asyncio.sleep(verification.VERIFY_SECONDS)
+        assert records.read_at[-1] - last == verification.VERIFY_SECONDS + waits_seconds
 
 
 @pytest.mark.looptime

@@ -12,6 +12,7 @@ supervised loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ _REST_AFTER_LOOK = 9  # pause in durations of the reading before it
 _END_PAUSE_GROWTH = 1.25
 # How long a kubelet that has started may take until it has admitted, and lists, all its pods.
 _LISTS_ALL_SECONDS = 10.0
+# How long a reading waits for calls of Allocate that are under way.
+_CALLS_SECONDS = 1.0
 # A start changes its pod and the ledger ten times in a row. One check for ended pods covers all.
 _COALESCING_SECONDS = 0.1
 
@@ -146,6 +149,17 @@ class Verification:
             trouble=self._kubelet_status.records_trouble,
         )
 
+    async def catch_up(self) -> None:
+        """Enter what another agent has granted since `rebuild`, for an agent that has just taken
+        over; what has ended since then is left to `run`.
+
+        Calls of Allocate wait meanwhile. A List of pod-resources would make the kubelet forget the
+        ids of such a call, if a pod has ended since it began (kubelet §7), so only the checkpoint
+        is read. pod-resources is asked all the same where the checkpoint cannot be read: to grant
+        what others hold would be worse.
+        """
+        await self._verify(initial=True, checkpoint_only=True)
+
     async def run(self, beat: Callable[[], None]) -> None:
         """Verify until cancelled, at least every ``VERIFY_SECONDS``.
 
@@ -213,28 +227,29 @@ class Verification:
         rest = min(_REST_AFTER_LOOK * self._look_seconds, _SHORTEST_PAUSE_SECONDS)
         return self._looked_at + max(pause, rest) - asyncio.get_running_loop().time()
 
-    async def _verify(self, *, initial: bool = False, ended_only: bool = False) -> bool:
+    async def _verify(
+        self, *, initial: bool = False, checkpoint_only: bool = False, ended_only: bool = False
+    ) -> bool:
         """Compare the ledger with the records once; tell whether pod-resources answered.
 
         Args:
             initial: the ledger is being rebuilt.
+            checkpoint_only: do not ask pod-resources, and so release nothing, unless the checkpoint
+                cannot be read.
             ended_only: release nothing but grants of ended pods; for a reading between two regular
                 passes.
         """
+        if not initial:
+            # The kubelet would forget the ids of calls that are under way, see `catch_up`.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CALLS_SECONDS):
+                    await self._allocator.idle.wait()
         began, newest, ended = (
             asyncio.get_running_loop().time(),
             self._ledger.newest,
             self._ends.pending(),
         )
-        # resources that are only there for schedulers to count: the ledger has no grants of them
-        only_counted = frozenset(
-            offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
-        )
-        records = await read_records(
-            self._pod_resources,
-            self._kubelet_settings.checkpoint_path,
-            is_wanted=lambda name: name not in only_counted,
-        )
+        records = await self._read(checkpoint_only=checkpoint_only)
         now, shown_at = self._clock(), time.time()  # the latter for the status
         listed = (
             {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids}
@@ -251,14 +266,10 @@ class Verification:
                 # and what only the checkpoint shows
                 holdings=(*records.holdings, *self._of_live_pods(unlisted(records))),
             )
-        if records.trouble and records.trouble != self._kubelet_status.records_trouble:
-            self._journal.record(
-                "kubelet.records_incomplete", level="warning", reason=records.trouble
-            )
-        status = self._kubelet_status
-        status.records_trouble, status.records_read_at = records.trouble, shown_at
-        if status.restarts_seen != self._restarts_seen:
-            self._restarts_seen, self._restarted_at = status.restarts_seen, now
+        if records.trouble or not checkpoint_only:  # the checkpoint alone tells of no recovery
+            self._note_trouble(records.trouble, shown_at)
+        if self._kubelet_status.restarts_seen != self._restarts_seen:
+            self._restarts_seen, self._restarted_at = self._kubelet_status.restarts_seen, now
         drift = self._allocator.confirm(
             records,
             reservation_seconds=RESERVATION_SECONDS,
@@ -272,7 +283,11 @@ class Verification:
             kept_grants=self._kept(records, now),
         )
         if initial:
-            self._unlisted = {grant.number for grant in self._ledger.grants}
+            self._unlisted |= {
+                grant.number
+                for grant in self._ledger.grants
+                if grant.number > newest or not checkpoint_only
+            }
         self._unlisted = {
             grant.number
             for grant in self._ledger.grants
@@ -289,6 +304,31 @@ class Verification:
         if records.complete:
             self.verified_at = shown_at
         return records.complete
+
+    async def _read(self, *, checkpoint_only: bool) -> KubeletRecords:
+        """Return the records; from the checkpoint alone, those of pods that have not ended."""
+        # resources that are only there for schedulers to count: the ledger has no grants of them
+        only_counted = frozenset(
+            offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
+        )
+        path = self._kubelet_settings.checkpoint_path
+        if checkpoint_only:
+            records = await read_records(
+                None, path, is_wanted=lambda name: name not in only_counted
+            )
+            if records.entries is not None:
+                holdings = tuple(self._of_live_pods(records.holdings))
+                return msgspec.structs.replace(records, holdings=holdings)
+        return await read_records(
+            self._pod_resources, path, is_wanted=lambda name: name not in only_counted
+        )
+
+    def _note_trouble(self, trouble: str, read_at: float) -> None:
+        """Show what the records lack, empty for nothing, since ``read_at`` (unix seconds)."""
+        status = self._kubelet_status
+        if trouble and trouble != status.records_trouble:
+            self._journal.record("kubelet.records_incomplete", level="warning", reason=trouble)
+        status.records_trouble, status.records_read_at = trouble, read_at
 
     def _of_live_pods(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
         """Yield the holdings of pods that have not ended, with namespace and name for pods that the

@@ -275,6 +275,11 @@ class SimulatedKubelet:
             for device in each.ids
         ]
 
+    @property
+    def forgotten_ids(self) -> int:
+        """How many ids have become free while a plugin was asked for them (kubelet §7)."""
+        return self._records.forgotten
+
     async def cancel_stream(self, resource: str) -> None:
         """Cancel the resource's ListAndWatch, leaving sockets as they are (kubelet V3)."""
         await self._endpoints[resource].cancel_stream()
@@ -407,8 +412,10 @@ class SimulatedKubelet:
             raise AdmissionError(_rejected(text))
         try:
             ids = await self._choose(endpoint, ids, free, number)
+            self._records.ask_for(resource, ids)
             answer = await endpoint.allocate(ids)
         except CallFailedError as err:
+            self._records.give_up(resource)
             await self._note("Allocate", resource, ids=ids, error=str(err))
             raise AdmissionError(_rejected(str(err))) from err
         self._records.add(pod.uid, container.name, resource, ids, answer.SerializeToString())

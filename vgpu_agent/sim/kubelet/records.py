@@ -142,13 +142,17 @@ class Allocation:
 class Records:
     """Allocations and devices of the node, written through to the checkpoint in ``directory``.
 
-    State: in addition to `devices` and `allocations`, cached results of frequent calls.
+    State: in addition to `devices` and `allocations`, the ids of the call of Allocate that is under
+    way, and cached results of frequent calls.
     """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / CHECKPOINT
         self.devices: dict[str, ResourceDevices] = {}
         self.allocations: list[Allocation] = []
+        self.forgotten = 0  # ids that another container may get, although a plugin was asked
+        # by resource: ids that no other container gets, because a plugin has been asked for them
+        self._asked_for: dict[str, set[str]] = {}
         # by resource: the healthy ids by which the free ones were found, and these; another dict of
         # healthy ids makes the entry outdated
         self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}
@@ -167,7 +171,7 @@ class Records:
         healthy = self.devices[resource].healthy
         known = self._free.get(resource)
         if known is None or known[0] is not healthy:
-            taken = self.in_use(resource)
+            taken = self.in_use(resource) | self._asked_for.get(resource, set())
             known = self._free[resource] = (
                 healthy,
                 {device: None for device in healthy if device not in taken},
@@ -182,10 +186,22 @@ class Records:
                 self._held.setdefault((each.pod_uid, each.container), []).append(each)
         return self._held.get((pod_uid, container), [])
 
+    def ask_for(self, resource: str, ids: Collection[str]) -> None:
+        """Give ``ids`` to no other container while their plugin is asked for them."""
+        self._asked_for.setdefault(resource, set()).update(ids)
+        if resource in self._free:
+            for device in ids:
+                self._free[resource][1].pop(device, None)
+
+    def give_up(self, resource: str) -> None:
+        """Let other containers have the ids for which the plugin was asked: it refused."""
+        self._asked_for.pop(resource, None)
+        self._free.pop(resource, None)
+
     def add(
         self, pod_uid: str, container: str, resource: str, ids: Collection[str], answer: bytes
     ) -> Allocation:
-        """Book ids for a container."""
+        """Book ids for a container, after `ask_for`."""
         known = self.devices[resource]
         by_node: dict[str, list[str]] = {}
         for device in ids:
@@ -195,18 +211,20 @@ class Records:
         self.allocations.append(allocation)
         if self._held is not None:
             self._held.setdefault((pod_uid, container), []).append(allocation)
-        if resource in self._free:
-            for device in ids:
-                self._free[resource][1].pop(device, None)
+        # If `clean_up` has forgotten them since `ask_for`, they stay free.
+        self._asked_for.pop(resource, None)
         return allocation
 
     def clean_up(self, live_pod_uids: Collection[str]) -> None:
         """Forget what ended pods held; kubelet does this before an allocation and at each List, and
-        does not rewrite the file for it.
+        does not rewrite the file for it. Like a real one, it also forgets the ids of the call of
+        Allocate that is under way, if a pod has ended since that began (kubelet §7).
         """
         left = [each for each in self.allocations if each.pod_uid in live_pod_uids]
         if len(left) < len(self.allocations):
             self.allocations = left
+            self.forgotten += sum(map(len, self._asked_for.values()))
+            self._asked_for.clear()
             self._forget()
 
     def write_checkpoint(self) -> None:
@@ -260,6 +278,7 @@ class Records:
             ]
             devices = {resource: ResourceDevices() for resource in content["RegisteredDevices"]}
         self.devices, self.allocations = devices, allocations
+        self._asked_for.clear()
         self._forget()
 
     def _forget(self) -> None:
