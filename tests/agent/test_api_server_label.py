@@ -186,7 +186,7 @@ async def _nothing() -> None:
 
 
 def _until_there(path: Path) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.agent import succession
 from vgpu_agent.agent.succession import SOCKET, Succession
 from vgpu_agent.journal import Journal
@@ -83,7 +84,7 @@ class Successor:
 
     async def answer(self) -> dict[str, object]:
         """Return the next answer of the predecessor."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return dict(json.loads(await self.reader.readline()))
 
 
@@ -135,7 +136,7 @@ async def test_only_the_end_of_the_successor_counts(agents: Agents) -> None:
     await asyncio.sleep(0.2)
     assert not first.successor_lost.is_set()
     second.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await first.successor_lost.wait()
 
 
@@ -154,7 +155,7 @@ async def test_a_successor_that_ends_before_it_has_registered_changes_nothing(
     successor = await Successor.asking(agents)
     assert (await successor.answer())["serving"]
     successor.writer.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await again.wait()
     assert not first.handed_over.is_set()
 
@@ -178,7 +179,7 @@ async def test_a_word_that_comes_late_is_not_the_end_of_the_successor(
     await asyncio.sleep(0.2)
     assert not first.successor_lost.is_set()
     successor.writer.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await first.successor_lost.wait()
 
 

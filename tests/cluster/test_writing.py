@@ -79,7 +79,7 @@ async def test_the_desired_state_outlives_a_deletion_of_the_node(
             },
         )
         await until(stands)
-        assert publisher.first.is_set()
+        await until(publisher.first.is_set)  # by the answer, and the watch may be quicker
         server.objects.delete("nodes", "n1")
         await until(lambda: watch.node.value is None)
         server.objects.create(

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from tests.component.conftest import GPU, SHARED, Stage
+from tests.component.conftest import SHARED, Stage
 from vgpu_agent.sim.agent_process import AgentProcess
 
 # long enough that no GPU comes back during a test
@@ -120,4 +120,4 @@ async def test_pods_on_ill_gpus_and_with_errors_of_their_own_are_explained(stage
 
     text = await _status(agent, "--pod", "default/never", "--json")
     assert "has been gone since" in "".join(json.loads(text)["answer"])
-    assert stage.kubelet.resource(GPU).allocatable == 1
+    await stage.allocatable(1)

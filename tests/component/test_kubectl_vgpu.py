@@ -99,14 +99,14 @@ async def test_nodes_that_do_not_answer_are_named_and_the_others_shown(
     kubectl.add("vgpu-agent", "agent-c", "node-c", fails="error: unable to upgrade connection")
     kubectl.add("vgpu-agent", "agent-d", "node-d", phase="Pending", waiting="ImagePullBackOff")
     kubectl.add("vgpu-agent", "agent-e", "node-e", hangs=True)
-    ran = await plugin(kubectl, "status", "--timeout", "5")
+    ran = await plugin(kubectl, "status", "--timeout", "15")
     assert ran.status == 3
     assert "---- node-a" in ran.text
     assert "---- node-c" not in ran.text
     assert ran.err.splitlines() == [
         "node node-c did not answer: error: unable to upgrade connection",
         "node node-d did not answer: its pod agent-d is Pending, ImagePullBackOff",
-        "node node-e did not answer: no answer within 5 s (--timeout)",
+        "node node-e did not answer: no answer within 15 s (--timeout)",
         "2 of 5 nodes answered",
     ]
     ran = await plugin(kubectl, "status", "--node", "node-c")

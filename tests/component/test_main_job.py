@@ -231,6 +231,8 @@ async def test_v7_one_fault_is_one_message_with_all_ids(stage: Stage) -> None:
     before = len(stage.kubelet.called("list"))
     stage.node.xid(U1, 79)
     await stage.allocatable(4)
+    # noted a moment after it is followed
+    await stage.kubelet.until(lambda: len(stage.kubelet.called("list")) > before)
     await asyncio.sleep(0.5)
     assert len(stage.kubelet.called("list")) == before + 1
     assert set(stage.kubelet.resource(GPU).unhealthy) == {f"{U1}::{number}" for number in range(4)}
@@ -354,6 +356,7 @@ async def test_a_bad_new_file_keeps_the_old_one_in_force(stage: Stage) -> None:
     assert stage.kubelet.resource(GPU).allocatable == 8
     replace_text(stage.config, QUICK + SHARED.replace("replicas: 4", "replicas: 2"))
     await stage.allocatable(4)
+    await agent.until_logged("config.applied")
     assert await agent.metric("vgpu_agent_config_reload_failed") == 0
 
 

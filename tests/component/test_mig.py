@@ -163,11 +163,13 @@ async def test_an_error_in_a_slice_is_that_slices(stage: Stage) -> None:
     after the quiet time (nvidia:D2).
     """
     await _cut(stage, 1, *["1g.5gb"] * 7)
-    await stage.ready_agent(
+    config = (
         QUICK
         + MIXED
         + "sharing: {timeSlicing: {resources: [{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}\n"
     )
+    # long enough to see that it is ill
+    await stage.ready_agent(config.replace("quietSeconds: 0.5", "quietSeconds: 600"))
     await stage.allocatable(14, resource=FIVE)
     ill = stage.node.mig_uuids(1)[3]
 
@@ -175,6 +177,7 @@ async def test_an_error_in_a_slice_is_that_slices(stage: Stage) -> None:
     await stage.allocatable(12, resource=FIVE)
     assert {f"{ill}::0", f"{ill}::1"}.isdisjoint(stage.kubelet.resource(FIVE).healthy)
     assert len(stage.kubelet.resource(FIVE).healthy) == 12
+    replace_text(stage.config, config)
     await stage.allocatable(14, resource=FIVE)
 
 

@@ -75,7 +75,7 @@ async def test_a_gpu_dies_under_a_pod_and_comes_back(stage: VolcanoStage) -> Non
     await stage.cluster.until(lambda: condition(stage) == ("False", "GpuLost"), "False")
     await stage.cluster.until(lambda: labels(stage, "train").get(LABEL) == "lost", "the label")
     await stage.cluster.until(lambda: "GpuLost" in reasons(stage, "Pod"), "an event of the pod")
-    assert "GpuLost" in reasons(stage, "Node")
+    await stage.cluster.until(lambda: "GpuLost" in reasons(stage, "Node"), "one of the Node")
     assert taints(stage) == []
     stage.gpus.lose(1)
     await stage.cluster.until(lambda: taints(stage) == [TAINT], "the taint")

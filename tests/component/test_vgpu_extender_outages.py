@@ -13,6 +13,7 @@ import pytest
 
 from tests.component.killer import Killer
 from tests.component.vgpu_extender import (
+    NUMBER,
     PHASE,
     PRE,
     REAL,
@@ -130,8 +131,13 @@ async def test_the_kubelet_restarts(stage: ExtenderStage) -> None:
     stage.create("before", asks(1, 10, 100))
     await stage.cluster.running("before")
     await stage.settled("before")
+    lists = len(stage.cluster.kubelet.called("list", NUMBER))
     await stage.cluster.kubelet.stop()
     await stage.cluster.kubelet.restart()
+    # the agent is ready, and the Node shows vGPUs, until they notice it
+    await stage.cluster.until(
+        lambda: len(stage.cluster.kubelet.called("list", NUMBER)) > lists, "the list to come again"
+    )
     await stage.offered()
     await stage.cluster.crash("before")
     first, second = stage.cluster.starts("before")

@@ -20,7 +20,7 @@ from tests.component.vgpu_manager import (
     ManagerStage,
     manager_stage,
 )
-from tests.component.volcano import NODE
+from tests.component.volcano import NODE, recover_after
 from vgpu_agent.sim.kubelet import kubelet
 from vgpu_agent.sim.state import SimulatedNode
 
@@ -88,11 +88,13 @@ async def test_what_schedulers_read_is_there_and_follows_the_gpus(stage: Manager
         "cores and memory",
     )
     before = written(stage)
+    await recover_after(stage.agent, stage.config, 600)  # not before both have shown it
     stage.gpus.xid(U1, 79)
     await stage.cluster.until(
         lambda: [gpu["healthy"] for gpu in registered(stage)] == [True, False], "an ill GPU"
     )
     await stage.cluster.until(lambda: stage.slots == 10, "ten slots")
+    await recover_after(stage.agent, stage.config, 0.5)
     await stage.cluster.until(lambda: written(stage) == before, "both GPUs again")
     await stage.cluster.until(lambda: stage.slots == 20, "all slots")
     done = len(stage.cluster.api.writes)

@@ -20,6 +20,7 @@ from tests.component.volcano import (
     U1,
     VolcanoStage,
     asks,
+    recover_after,
     volcano_stage,
 )
 from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
@@ -181,6 +182,7 @@ async def test_type_and_uuid_and_an_unhealthy_card(stage: VolcanoStage) -> None:
     so no pod lands on it until it is back.
     """
     await stage.start_agent()
+    await recover_after(stage.agent, stage.config, 600)  # not while pods are placed
     came = await stage.serve("uuid", asks(1, 10), annotations={"volcano.sh/vgpu-use-gpuuuid": U0})
     assert came.environment["NVIDIA_VISIBLE_DEVICES"] == U0
     came = await stage.serve("type", asks(1, 10), annotations={"nvidia.com/use-gputype": "A10"})
@@ -196,7 +198,8 @@ async def test_type_and_uuid_and_an_unhealthy_card(stage: VolcanoStage) -> None:
 
     await stage.cluster.until(lambda: not registered(U1), "the broken card to be withdrawn")
     assert (await stage.serve("healthy", asks(1, 10))).environment["NVIDIA_VISIBLE_DEVICES"] == U0
-    await stage.cluster.until(lambda: registered(U1), "the card to come back", timeout_seconds=20)
+    await recover_after(stage.agent, stage.config, 0.5)
+    await stage.cluster.until(lambda: registered(U1), "the card to come back")
     assert "nodeName" not in stage.cluster.pod("no-type")["spec"]
     stage.check()
 

@@ -208,9 +208,7 @@ async def test_a_pod_that_the_agent_has_placed_starts_again_with_a_larger_init_c
     await stage.agent.kill()
     await cluster.reboot()
     await stage.restart_agent()
-    await cluster.until(
-        lambda: len(cluster.starts("placed")) == 2, "the pod to start again", timeout_seconds=15
-    )
+    await cluster.until(lambda: len(cluster.starts("placed")) == 2, "the pod to start again")
     first, again = cluster.starts("placed", "init0")
     for came in (first, again):
         assert came.environment["NVIDIA_VISIBLE_DEVICES"].count("GPU-") == 2

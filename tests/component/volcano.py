@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -73,6 +74,18 @@ def asks(number: int = 1, memory: int | None = None, cores: int | None = None) -
     """The limits of a container; what is None is not mentioned."""
     named = {NUMBER: number, MEMORY: memory, CORES: cores}
     return {name: value for name, value in named.items() if value is not None}
+
+
+async def recover_after(agent: AgentProcess, config: Path, seconds: float) -> None:
+    """From now on, let a GPU that was ill come back once it has been quiet for so long."""
+    text = await asyncio.to_thread(config.read_text)
+    changed, number = re.subn(r"quietSeconds: [0-9.]+", f"quietSeconds: {seconds:g}", text)
+    assert number == 1, text
+    await asyncio.to_thread(replace_text, config, changed)
+    await agent.until(
+        "/debug/config",
+        lambda found: found["values"]["gpu.recovery.quietSeconds"]["value"] == seconds,
+    )
 
 
 class VolcanoStage:

@@ -110,19 +110,15 @@ async def test_get_leaves_some_calls_to_others(
 
 
 async def test_after_a_refused_get_list_waits_a_moment_and_is_answered(
-    kubelet: SimulatedKubelet,
+    kubelet: SimulatedKubelet, pod_resources: PodResources
 ) -> None:
     """Others have used up what kubelet allows. That is no reason to leave it alone for seconds."""
-    client = PodResources(
-        kubelet.directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS
-    )
     kubelet.faults.exhausted_gets = 1
     for _ in range(2):
         with pytest.raises(GetNotPossibleError, match=r"too often|as often as it allows"):
-            await client.get(P)
+            await pod_resources.get(P)
     assert len(kubelet.called("Get")) == 1
-    assert await client.list() == ()
-    client.close()
+    assert await pod_resources.list() == ()
     asked = {what: kubelet.called(what)[0].at for what in ("Get", "List")}
     assert asked["List"] - asked["Get"] >= 0.015
 

@@ -207,6 +207,7 @@ async def test_a_failing_kubelet_is_tried_again_with_growing_pauses(
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
 
     await _all_offered(kubelet)
+    await kubelet.until(lambda: plugin.status.ready)  # the list may be there before the answer
 
     times = [call.at for call in kubelet.called("Register")]
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]

@@ -101,7 +101,8 @@ async def test_the_checkpoint_has_kubelets_form(kubelet: SimulatedKubelet, node:
     backend = await _offered(kubelet, node)
     pod = await kubelet.admit("p", [Container("c", {R: 5})])
     backend.lose(U0)
-    await kubelet.until(lambda: kubelet.resource(R).allocatable == 4)
+    # a list is noted once the checkpoint is written
+    await kubelet.until(lambda: kubelet.called("list", R)[-1].facts["healthy"] == 4)
     path = kubelet.plugins / "kubelet_internal_checkpoint"
 
     content = json.loads(path.read_text(encoding="utf-8"))

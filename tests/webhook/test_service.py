@@ -341,7 +341,7 @@ async def test_a_signal_to_stop_lets_the_service_forget_the_replica_first(
     """It is not ready at once, and answers as long as calls may still come."""
     files, authorities = await asyncio.to_thread(write, tmp_path)
     options = Options(
-        files, host="127.0.0.1", port=0, watches_nodes=False, drain_seconds=1.0, stop_seconds=1.0
+        files, host="127.0.0.1", port=0, watches_nodes=False, drain_seconds=4.0, stop_seconds=1.0
     )
     found = Service(options, FAMILY, None)
     running = asyncio.ensure_future(found.run())
