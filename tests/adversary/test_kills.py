@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.adversary import killed_before
-from tests.component.volcano import NUMBER, VGPU, VolcanoStage, asks, volcano_stage
+from tests.component.volcano import MEMORY, NUMBER, VGPU, VolcanoStage, asks, volcano_stage
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.component, pytest.mark.timeout(600)]
 
 _NODES = 4  # lives at the same time: most of each is waiting
 _NEVER = 0
+# The wait may have a kill and the start of the next agent in it, beside three other nodes.
+_WAIT_SECONDS = 4 * PATIENCE_SECONDS
 
 
 class MortalStage(VolcanoStage):
@@ -100,10 +102,16 @@ class MortalStage(VolcanoStage):
 
         await alive()
         await lived(self._shown())
-        self.cluster.create_pod(name, asks(1, 16))
-        await lived(self.cluster.running(name))
+        await lived(self._admitted(name))
+        if self.cluster.phase(name) == "Failed":
+            # It was being admitted at the kill, so it has failed for good, as with every device
+            # plugin. A controller would make another one.
+            await alive()
+            assert deaths == 1, self.cluster.pod(name)["status"]
+            await lived(self._admitted_anew(name))
+        await lived(self.cluster.running(name, timeout_seconds=_WAIT_SECONDS))
         self.check()
-        await lived(self.cluster.crash(name))
+        await lived(self.cluster.crash(name, timeout_seconds=_WAIT_SECONDS))
         self.check()
         uid = self.cluster.pod(name)["metadata"]["uid"]
         self.cluster.delete_pod(name)
@@ -143,12 +151,30 @@ class MortalStage(VolcanoStage):
     async def _shown(self) -> None:
         """Wait until the scheduler may send pods."""
         await self.cluster.until(
-            lambda: int(self.allocatable.get(NUMBER, 0)) > 0, "the Node to show GPUs"
+            lambda: all(int(self.allocatable.get(name, 0)) > 0 for name in (NUMBER, MEMORY)),
+            "the Node to show GPUs",
+            timeout_seconds=_WAIT_SECONDS,
         )
+
+    async def _admitted(self, name: str) -> None:
+        """Create a pod, and wait until it runs or has failed."""
+        self.cluster.create_pod(name, asks(1, 16))
+        await self.cluster.until(
+            lambda: self.cluster.phase(name) in {"Running", "Failed"},
+            f"{name} to run or to fail",
+            timeout_seconds=_WAIT_SECONDS,
+        )
+
+    async def _admitted_anew(self, name: str) -> None:
+        """Do so again in place of the pod that has failed."""
+        self.cluster.delete_pod(name)
+        await self.cluster.until(lambda: not self.cluster.exists(name), f"the end of {name}")
+        await self._shown()
+        await self._admitted(name)
 
     async def _forgotten(self, uid: str) -> None:
         """Wait until nothing on the disk tells of the pod."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + _WAIT_SECONDS
         while True:
             files = await asyncio.to_thread(self.files)
             left = sorted(

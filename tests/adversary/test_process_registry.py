@@ -122,7 +122,7 @@ async def test_a_process_that_moves_on_between_connection_and_call_is_refused(
     lists = stage.add(before, known=False), stage.add(after)
     process, keeps = before.start(), before.start()
     call = asyncio.ensure_future(stage.register(process, before))
-    await asyncio.wait([call], timeout=0.2)
+    await eventually(lambda: [one.calls for one in stage.registry._connections] == [1])
     process.move(after.directory)
     stage.add(before)
     status, _ = await _refused(call)
@@ -140,7 +140,7 @@ async def test_a_process_that_ends_before_it_is_looked_at_registers_nobody(
     path = stage.add(container, known=False)
     process = container.start()
     call = asyncio.ensure_future(stage.register(process, container))
-    await asyncio.wait([call], timeout=0.2)
+    await eventually(lambda: [one.calls for one in stage.registry._connections] == [1])
     process.end()
     stage.add(container)
     assert (await _refused(call))[0] == "PERMISSION_DENIED"
@@ -272,9 +272,11 @@ async def test_silent_connections_are_closed(
     container = pods.container()
     async with stage.running():
         connection = await asyncio.to_thread(container.start().connect, stage.path)
-        await eventually(lambda: stage.registry._connections)
+        with connection:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while await asyncio.get_running_loop().sock_recv(connection, 1024):
+                    pass
         await eventually(lambda: not stage.registry._connections)
-        connection.close()
 
 
 async def test_a_flood_of_calls_of_one_container_is_bounded_and_delays_no_other(

@@ -335,7 +335,9 @@ async def test_a_tenant_cannot_fill_the_disk_with_its_region(how: str, node: Nod
             )
             await eventually(lambda times=times: guard.cuts >= times)
             await eventually(lambda: node.region.stat().st_size == hami_region.SIZE)
-            assert node.region.stat().st_blocks * 512 < hami_region.SIZE + (256 << 10)
+            await eventually(
+                lambda: node.region.stat().st_blocks * 512 < hami_region.SIZE + (256 << 10)
+            )
         assert [entry.event for entry in node.journal.entries] == ["region.cut"]
     finally:
         task.cancel()

@@ -156,6 +156,7 @@ def test_3d_kubelet_restarts_under_running_pods(rig: Rig, start_agent: StartAgen
     line = [line for line in agent.process.log_lines() if line["msg"] == "plugin.registered"][-1]
     socket_at = (rig.kubelet_dir() / "device-plugins" / "kubelet.sock").stat().st_ctime
     assert dt.datetime.fromisoformat(line["ts"]).timestamp() - socket_at <= 1.0
+    agent.run(agent.process.until_ready())  # the Node may still show the count of before
     wait_allocatable(rig, 20)
     rig.wait_for(
         lambda: kubelets_view(rig) == before or None, 30, what="kubelet to know its pods again"
@@ -198,7 +199,8 @@ def test_3f_a_gpu_fails_and_recovers_under_a_running_pod(rig: Rig, start_agent: 
     """3f: XID → Unhealthy, allocatable falls, the running pod is untouched,
     recovery brings it back.
     """
-    agent = start_agent(rig, shared(5).replace("quietSeconds: 1", "quietSeconds: 3"))
+    # it must not recover before all has been looked at
+    agent = start_agent(rig, shared(5).replace("quietSeconds: 1", "quietSeconds: 3600"))
     wait_allocatable(rig, 10)
     rig.create_pod(_gpu_pod("running"))
     rig.wait_for_phase("running", "Running")
@@ -210,6 +212,7 @@ def test_3f_a_gpu_fails_and_recovers_under_a_running_pod(rig: Rig, start_agent: 
     rig.create_pod(_gpu_pod("meanwhile"))
     rig.wait_for_phase("meanwhile", "Running")
     assert visible(rig, "meanwhile") != uuid
+    replace_text(agent.config, shared(5))
     wait_allocatable(rig, 10)
     assert _start_time(rig, "running") == started
 
@@ -220,7 +223,9 @@ def test_3g_an_unhealthy_id_fails_that_pod_only_with_our_message(
     """3g: the kubelet has not received the fault yet and hands out the ill GPU:
     the pod's status says why. The next pod runs.
     """
-    agent = start_agent(rig, coalesce_seconds=8)
+    agent = start_agent(
+        rig, QUICK.replace("quietSeconds: 1", "quietSeconds: 3600"), coalesce_seconds=8
+    )
     wait_allocatable(rig, 2)
     agent.simulated.xid(0, 79)
     agent.until("/debug/devices", lambda answer: answer["gpus"][0]["health"] == "Unhealthy")

@@ -84,6 +84,7 @@ def test_the_kubelet_restarts_under_running_pods(extender_rig: Rig, agent: NodeA
             PATIENCE_SECONDS,
             what="a new registration",
         )
+        agent.run(agent.process.until_ready())  # the Node may still show the count of before
         wait_allocatable(rig, 2 * SPLIT, PATIENCE_SECONDS, resource=NUMBER)
         after = _storm(rig, "after", 5, 3)
         assert wait_done(rig, after, 90) == set()

@@ -87,6 +87,7 @@ def _settled(rig: Rig, names: dict[str, int]) -> tuple[list[str], dict[str, str]
             for name, text in waiting_reasons(rig).items()
             if "PreStartContainer" in text or text.startswith("Failed")
         }
-        if len(running) + len(refused) == len(names) or time.monotonic() > deadline:
+        lasting = [text for text in refused.values() if "the kubelet will retry" not in text]
+        if len(running) + len(lasting) == len(names) or time.monotonic() > deadline:
             return running, refused
         time.sleep(0.2)

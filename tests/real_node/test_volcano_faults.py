@@ -79,6 +79,7 @@ def test_kubelet_restarts_under_running_pods(volcano_rig: Rig, agent: NodeAgent)
             lambda: agent.events().count("plugin.registered") >= registrations + 3 or None,
             what="new registrations",
         )
+        agent.run(agent.process.until_ready())  # the Node may still show the count of before
         wait_allocatable(rig, 20, resource="volcano.sh/vgpu-number")
         for name, memory in after.items():
             rig.create_pod(_asking(name, memory))

@@ -20,6 +20,7 @@ from tests.real_node.scheduler.objects import (
     mark_ill,
     node_name,
     pod,
+    remove_pod,
     uuid,
 )
 from tests.real_node.scheduler.processes import (
@@ -51,6 +52,12 @@ def placing(plane: Rig) -> Iterator[_Placing]:
         yield _Placing(extender, calls)
 
 
+def _wait_usable(extender: Extender, number: int) -> None:
+    """Wait until the extender knows so many Nodes with cards."""
+    usable = 'vgpu_scheduler_nodes{state="usable"}'
+    extender.wait(f"{number} usable Nodes", lambda: extender.metric(usable) == number)
+
+
 def _wait_refused_bind(rig: Rig, name: str) -> None:
     """Wait until the pod's owner is told that its bind was refused."""
 
@@ -67,6 +74,7 @@ def test_a_card_that_falls_ill(plane: Rig, placing: _Placing) -> None:
     one.
     """
     add_nodes(plane, [0])
+    _wait_usable(placing.extender, 1)
     with Bound(plane) as bound:
         with placing.calls.holding(BIND):
             create(plane, [pod("first", _SHARE)])
@@ -91,21 +99,26 @@ def test_a_card_that_falls_ill(plane: Rig, placing: _Placing) -> None:
     verdict = judge(plane.api.get("/api/v1/nodes")["items"], plane.pods())
     assert verdict.problems == []
     assert set(verdict.used) == {(node_name(0), uuid(0, card)) for card in (1, 5)}
+    # a bind is counted after the API server, and so its watch, has it
+    placing.extender.wait("the last bind", lambda: placing.extender.calls("bind") >= 4)
     assert placing.extender.calls("bind") == 4
 
 
 def test_a_node_that_is_deleted(plane: Rig, placing: _Placing) -> None:
     """Its name may come back with other cards, so the pod goes to another Node."""
     add_nodes(plane, [0, 1])
+    _wait_usable(placing.extender, 2)
     with Bound(plane) as bound:
+        # kube-scheduler, too, must know the Node: a pod without cards is bound to it
+        probe = pod("probe", [container("main", 0)])
+        probe["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node_name(0)}
+        bound.wait(create(plane, [probe]), timeout=PATIENCE_SECONDS)
+        remove_pod(plane, "probe")
         with placing.calls.holding(BIND):
             create(plane, [pod("pod", _SHARE, policy="binpack")])
             placing.calls.wait("a bind", lambda: placing.calls.held(BIND) == 1)
             delete_node(plane, 0)
-            placing.extender.wait(
-                "the Node to be gone",
-                lambda: placing.extender.metric('vgpu_scheduler_nodes{state="usable"}') == 1,
-            )
+            _wait_usable(placing.extender, 1)
         bound.wait(["pod"], timeout=PATIENCE_SECONDS)
         _wait_refused_bind(plane, "pod")
     assert cards_of_pods(plane.pods()) == {node_name(1): {uuid(1, 0)}}

@@ -42,6 +42,8 @@ def test_pods_without_room_are_filtered_seldom(plane: Rig) -> None:
         Bound(plane) as bound,
     ):
         create(plane, without)
+        # kube-scheduler may have yet to start
+        extender.wait("each pod to be filtered", lambda: extender.calls("filter") >= _PODS)
         time.sleep(_SECONDS)
         calls = extender.calls("filter")
         create(plane, [pod("alone", [container("main", 8)])])

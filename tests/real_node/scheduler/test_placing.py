@@ -150,6 +150,7 @@ def test_an_ill_card_gets_no_pod(plane: Rig, extender: Extender) -> None:
     """A pod that fits on no healthy card waits, and is bound to the card that gets well."""
     add_nodes(plane, [0])
     mark_ill(plane, 0, [card for card in range(CARDS) if card != 3])
+    extender.wait("the ill cards", lambda: extender.unhealthy_cards() == CARDS - 1)
     share = [container("main", 1, 60, 4096)]
     with Bound(plane) as bound:
         create(plane, [pod("first", share)])

@@ -68,7 +68,13 @@ def accounts(plane: Rig) -> Iterator[dict[tuple[str, str], Api]]:
         }
         plane.kubectl("apply", "--validate=strict", "-f", _POLICY)
         plane.api.post(PODS, _pod("probe"))
-        # The API server takes a moment to enforce a new policy.
+        # The API server takes a moment to know the rights, without which all are refused, and to
+        # enforce a new policy.
+        plane.wait_for(
+            lambda: _status(found[_WRITERS[0]], "probe?dryRun=All", {"metadata": _STATE}) == 200,
+            _PATIENCE_SECONDS,
+            what="the rights",
+        )
         plane.wait_for(
             lambda: _status(found[_TENANT], "probe?dryRun=All", {"metadata": _STATE}) == 403,
             _PATIENCE_SECONDS,
