@@ -263,6 +263,7 @@ class Agent:
                         self._allocator.mode is not None and not self._allocator.is_late
                     ),
                     pods=self._starting_pods,
+                    until_idle=self._until_idle,
                 ),
                 fetch_pod=self._cluster.fetch_pod,
                 carrier=grant_directory,
@@ -524,6 +525,8 @@ class Agent:
         # specs whose ids the kubelet has given to another container meanwhile
         await self._grant_keeping.withdraw_foreign_specs()
         self._allocator.ready.set()  # without it, the kubelet's calls wait
+        # now, because grants of pods that have ended during a hand-over are still there
+        self._start_verification()
         self._cluster.start_writers(
             self._allocator,
             self._refusals,
@@ -590,7 +593,6 @@ class Agent:
         self._supervisor.start("device nodes", control_nodes)
         self._supervisor.start("vanished devices", self._missing_devices.run)
         self._supervisor.start("remembered MIG instances", self._missing_devices.save_instances)
-        self._start_verification()
         # No heartbeats: a restart of the agent does not repair a disk that hangs.
         self._supervisor.start("share seconds", self._share_seconds.run)
         if self._audit is not None:
@@ -669,11 +671,31 @@ class Agent:
         self._offering.may_register.clear()
         await self._offering.sync()
         resources = [plugin.resource.name for plugin in self._offering.plugins]
-        await self._succession.take_over(resources, self._register)
+        await self._succession.take_over(resources, self._register_beside)
+        # a List would make the kubelet forget the ids of calls that wait, see `catch_up`
+        self._pod_resources.forbid_lists("this agent is taking over from another one")
         # reading at the same time would make the time without healthy ids longer
         await self._register()
         await self._grant_keeping.load()
-        await self._verification.catch_up()
+        has_caught_up = await self._verification.catch_up()
+        self._pod_resources.allow_lists()
+        if not has_caught_up:  # to grant what others hold would be worse than ids that two pods get
+            await self._verification.rebuild()
+
+    async def _register_beside(self) -> None:
+        """Register while the predecessor still answers the kubelet's calls, after a last look at
+        the records, so that little is left for `catch_up`.
+        """
+        await self._verification.rebuild()
+        self._pod_resources.forbid_lists("this agent is taking over from another one")
+        await self._register()
+
+    async def _until_idle(self) -> None:
+        """Wait a moment for calls of Allocate, before a start of a container lists pod-resources.
+        In early mode such a call may be the one that lists.
+        """
+        if self._allocator.is_late:
+            await self._allocator.until_idle()
 
     async def _unlink(self, resources: Collection[str]) -> bool:
         """Prepare for a successor that registers beside this agent, see `Offering.unlink`.
@@ -682,10 +704,12 @@ class Agent:
         forget their ids, see `Verification.catch_up`.
         """
         await self._supervisor.stop("verification")
+        self._pod_resources.forbid_lists("another agent is taking over from this one")
         return await self._offering.unlink(resources)
 
     async def _serve_again(self) -> None:
         """Undo `_unlink`: the successor has ended."""
+        self._pod_resources.allow_lists()
         self._start_verification()
         await self._offering.serve_again()
 

@@ -13,6 +13,7 @@ Allocate answers with a CDI name that stands for the ids (`late_start`), or for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from vgpu_agent.nodes import DesiredNode, Node
     from vgpu_agent.pods import DesiredPod
 
+_IDLE_SECONDS = 1.0
+
 
 class Allocator:
     """The answers to the kubelet for all resources of the node.
@@ -63,7 +66,6 @@ class Allocator:
         early: the answers to Allocate for such containers in early mode.
         ready: while it is not set, the kubelet's calls wait: an agent that served before this one
             is about to stop, and its last bookings are not in this ledger yet.
-        idle: set while no call of Allocate is under way.
     """
 
     def __init__(self, context: Context) -> None:
@@ -86,8 +88,8 @@ class Allocator:
         self.ready = asyncio.Event()
         self.ready.set()
         self._calls = 0  # of Allocate that are under way
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def revision(self) -> Revision:
@@ -190,14 +192,20 @@ class Allocator:
             CapacityError: more than a device has.
         """
         self._calls += 1
-        self.idle.clear()
+        self._idle.clear()
         try:
             await self.ready.wait()
             return await self._allocate(resource, ids)
         finally:
             self._calls -= 1
             if not self._calls:
-                self.idle.set()
+                self._idle.set()
+
+    async def until_idle(self) -> None:
+        """Wait until no call of Allocate is under way, but not for longer than `_IDLE_SECONDS`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_SECONDS):
+                await self._idle.wait()
 
     async def _allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         extra = {}  # fields of the log line

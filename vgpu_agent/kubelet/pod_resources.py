@@ -137,8 +137,9 @@ class PodUnknownError(KubeletError):
 class PodResources:
     """The client of ``socket_path``.
 
-    State: a connection for a second after each call; when the kubelet may be asked again; the
-    identity of the socket file if the kubelet behind it has no Get (device, inode, time of change).
+    State: a connection for a second after each call; whether lists are forbidden; when the kubelet
+    may be asked again; the identity of the socket file if the kubelet behind it has no Get (device,
+    inode, time of change).
 
     Attributes:
         lists_answered: how often List was answered since the start.
@@ -166,6 +167,15 @@ class PodResources:
         # length before
         self._reader: PodResourcesReader | None = None
         self.lists_answered = self.gets_answered = 0
+        self._no_lists = ""
+
+    def forbid_lists(self, why: str) -> None:
+        """Let each `list` fail with the reason ``why``, until `allow_lists`."""
+        self._no_lists = why
+
+    def allow_lists(self) -> None:
+        """Undo `forbid_lists`."""
+        self._no_lists = ""
 
     def close(self) -> None:
         """Drop the connection that is kept between calls."""
@@ -178,8 +188,10 @@ class PodResources:
         Raises:
             KubeletBusyError: the kubelet refuses calls for a while (kubelet V12).
             KubeletError: no socket, no such API, no answer in time, or an answer that makes no
-                sense.
+                sense; or lists are forbidden.
         """
+        if self._no_lists:
+            raise KubeletError(f"pod-resources is not listed: {self._no_lists}")
         self._get_limiter.take_anyway(1)
         if (left := self._get_refused_until - self._clock()) > 0:
             await asyncio.sleep(left)

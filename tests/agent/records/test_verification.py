@@ -29,7 +29,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Holding, KubeletRecords, Owner
-from vgpu_agent.pods import Pod, PodCache
+from vgpu_agent.pods import ContainerKind, Pod, PodCache, PodContainer
 from vgpu_agent.status import KubeletStatus
 
 GPU = "nvidia.com/gpu"
@@ -279,56 +279,110 @@ async def test_the_rebuild_at_start_is_no_drift(records: Records) -> None:
         assert "did not know" in parts.verification.drift_last[0]
 
 
+def from_checkpoint(*entries: Holding) -> KubeletRecords:
+    """The records as read without pod-resources."""
+    return KubeletRecords(entries, complete=False, entries=entries)
+
+
 @pytest.mark.looptime
 async def test_after_a_hand_over_the_checkpoint_alone_is_read(records: Records) -> None:
-    """A List would make the kubelet forget the ids of a call that waits (kubelet §7). What ended
-    pods left in the file is not adopted, and what is no longer there is released only by a List.
+    """A List would make the kubelet forget the ids of a call that waits (kubelet §7). A pod that
+    the watch has not shown yet is one that the other agent has served in the last moment. What
+    ended pods left in the file is not adopted, and what is no longer there is left to a List.
     """
     parts = Parts(records)
-    parts.book.replace([TRAIN, SERVE])
+    parts.book.replace([TRAIN])
     records.now = held(TRAIN)
     await parts.verification.rebuild()
-    parts.book.replace([TRAIN])
+    (before,) = parts.ledger.grants
     records.lists = 0
-    records.now = KubeletRecords(
-        checkpointed(TRAIN, SERVE), complete=False, entries=checkpointed(TRAIN, SERVE)
-    )
-    await parts.verification.catch_up()
-    assert [grant.ids for grant in parts.ledger.grants] == [(U0,)]
-    parts.book.replace([TRAIN, SERVE])
-    await parts.verification.catch_up()
-    assert {grant.ids: grant.owner for grant in parts.ledger.grants} == {
-        (U0,): held(TRAIN, SERVE).holdings[0].owner,
-        (U1,): held(TRAIN, SERVE).holdings[1].owner,
+    parts.book.replace([TRAIN, msgspec.structs.replace(SERVE, phase="Succeeded")])
+    records.now = from_checkpoint(*checkpointed(TRAIN, SERVE))
+    assert await parts.verification.catch_up()
+    assert parts.ledger.grants == (before,)
+    parts.book.replace([TRAIN])
+    assert await parts.verification.catch_up()
+    assert {grant.ids: grant.owner and grant.owner.pod_uid for grant in parts.ledger.grants} == {
+        (U0,): TRAIN.uid,
+        (U1,): SERVE.uid,
     }
-    records.now = KubeletRecords(complete=False, entries=())
-    await parts.verification.catch_up()
+    records.now = from_checkpoint()
+    assert await parts.verification.catch_up()
     assert len(parts.ledger.grants) == 2
     assert records.lists == 0
     assert not parts.verification.drift_total
 
 
 @pytest.mark.looptime
-async def test_after_a_hand_over_a_checkpoint_that_cannot_be_read_is_replaced_by_a_list(
+async def test_after_a_hand_over_what_an_earlier_pod_left_in_the_checkpoint_is_not_adopted(
     records: Records,
 ) -> None:
-    """To grant what others hold would be worse than ids that the kubelet may give twice."""
-    parts = Parts(records)
-    records.now = KubeletRecords(complete=False, trouble="an unknown format")
-    await parts.verification.catch_up()
-    assert records.lists == 1
-    assert parts.kubelet.records_trouble == "an unknown format"
+    """A list has shown before that no pod has it any more, which the watch may not tell."""
+    parts = Parts(records, kubelet_age_seconds=3600)
+    parts.book.replace([TRAIN])
+    records.now = msgspec.structs.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+    await parts.verification.rebuild()
+    records.now = from_checkpoint(*checkpointed(TRAIN, SERVE))
+    assert await parts.verification.catch_up()
+    assert [grant.ids for grant in parts.ledger.grants] == [(U0,)]
 
 
 @pytest.mark.looptime
-async def test_a_catch_up_does_not_say_that_pod_resources_is_back(records: Records) -> None:
-    """It was not asked."""
+@pytest.mark.parametrize("ids_of_init", [(U0,), (U0, U1)], ids=["the same", "more"])
+async def test_after_a_hand_over_an_init_container_takes_nothing_from_the_one_that_runs(
+    records: Records, ids_of_init: tuple[str, ...]
+) -> None:
+    """pod-resources hides it, and the checkpoint shows it; both have the same ids."""
     parts = Parts(records)
-    records.now = KubeletRecords(complete=False, trouble="no socket", entries=())
-    await parts.verification.rebuild()
-    records.now = KubeletRecords(complete=False, entries=())
-    await parts.verification.catch_up()
-    assert parts.kubelet.records_trouble == "no socket"
+    pod = msgspec.structs.replace(
+        TRAIN,
+        containers=(
+            PodContainer("a-init", ContainerKind.INIT),
+            PodContainer("main"),
+        ),
+    )
+    parts.book.replace([pod])
+    init = Holding(GPU, ids_of_init, Owner("a-init", pod.uid))
+    (main,) = checkpointed(pod)
+    for known in (True, False):
+        if known:
+            records.now = held(pod)
+            await parts.verification.rebuild()
+        else:
+            for grant in parts.ledger.grants:
+                parts.ledger.release(grant.number)
+        records.now = from_checkpoint(init, main)
+        assert await parts.verification.catch_up()
+        owners = {grant.owner.container: grant.ids for grant in parts.ledger.grants if grant.owner}
+        assert owners["main"] == (U0,)
+        assert owners.get("a-init", (U1,)) == (U1,)
+
+
+@pytest.mark.looptime
+async def test_after_a_hand_over_an_ended_pods_entry_takes_nothing_from_a_live_ones(
+    records: Records,
+) -> None:
+    """The file may name two pods for an id (kubelet §7)."""
+    parts = Parts(records)
+    parts.book.replace([msgspec.structs.replace(TRAIN, phase="Failed"), SERVE])
+    records.now = from_checkpoint(
+        Holding(GPU, (U0, U1), Owner("main", TRAIN.uid)),
+        Holding(GPU, (U0,), Owner("main", SERVE.uid)),
+    )
+    assert await parts.verification.catch_up()
+    (grant,) = parts.ledger.grants
+    assert (grant.ids, grant.owner) == ((U0,), Owner("main", SERVE.uid, "default", SERVE.name))
+
+
+@pytest.mark.looptime
+async def test_a_checkpoint_that_cannot_be_read_after_a_hand_over_is_said(
+    records: Records,
+) -> None:
+    """Then the caller lists pod-resources all the same."""
+    parts = Parts(records)
+    records.now = KubeletRecords(complete=False, trouble="an unknown format")
+    assert not await parts.verification.catch_up()
+    assert parts.kubelet.records_trouble == "an unknown format"
 
 
 @pytest.mark.looptime
@@ -339,13 +393,17 @@ async def test_a_reading_waits_a_moment_for_calls_that_are_under_way(
     """The kubelet forgets their ids if it is asked meanwhile (kubelet §7)."""
     async with verifying(records) as parts:
         await asyncio.sleep(20)
-        last = records.read_at[-1]
-        parts.allocator.idle.clear()
+        last, loop = records.read_at[-1], asyncio.get_running_loop()
+        parts.allocator.ready.clear()
+        call = asyncio.ensure_future(parts.allocator.allocate(GPU, [U0]))
         if busy_seconds < math.inf:
-            due = last + verification.VERIFY_SECONDS - asyncio.get_running_loop().time()
-            asyncio.get_running_loop().call_later(due + busy_seconds, parts.allocator.idle.set)
+            due = last + verification.VERIFY_SECONDS - loop.time()
+            loop.call_later(due + busy_seconds, parts.allocator.ready.set)
         await asyncio.sleep(verification.VERIFY_SECONDS)
-        assert records.read_at[-1] - last == verification.VERIFY_SECONDS + waits_seconds
+        # the next reading after that one follows a second after the booking
+        assert verification.VERIFY_SECONDS + waits_seconds in {at - last for at in records.read_at}
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
 
 
 @pytest.mark.looptime

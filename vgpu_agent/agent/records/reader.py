@@ -144,6 +144,7 @@ class KubeletRecordsReader:
         *,
         needs_all_answers: Callable[[], bool],
         pods: StartingPods,
+        until_idle: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Build it.
 
@@ -154,11 +155,14 @@ class KubeletRecordsReader:
                 for the ids in question.
             pods: knows the names of pods, the likely next start, and the resources where pods
                 decide; the ids of other resources are not read at all.
+            until_idle: waits a moment for calls of Allocate, whose ids the kubelet forgets when
+                it is asked for its list (kubelet §7).
         """
         self._pod_resources = pod_resources
         self._path = checkpoint
         self._needs_all_answers = needs_all_answers
         self._starting_pods = pods
+        self._until_idle = until_idle
         self._checkpoint = SharedReading(self._read_checkpoint)
         self._both = SharedReading(self._read_both)
 
@@ -264,6 +268,8 @@ class KubeletRecordsReader:
         return resource in self._starting_pods.decided_by_pod
 
     async def _read_both(self) -> tuple[_Checkpoint, _Listed]:
+        if self._until_idle is not None:
+            await self._until_idle()
         try:
             listed = _Listed(await self._pod_resources.list(self._is_wanted))
         except KubeletError as err:

@@ -12,7 +12,6 @@ supervised loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from typing import TYPE_CHECKING
@@ -25,7 +24,8 @@ from vgpu_agent.agent.records.pod_ends import PodEnds
 from vgpu_agent.concurrency import first_of
 from vgpu_agent.kubelet.checkpoint import release_memory
 from vgpu_agent.kubelet.records import read_records, unlisted
-from vgpu_agent.model import Decider, Holding, Owner
+from vgpu_agent.model import Decider, Holding, KubeletRecords, Owner
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.pod_resources import PodResources
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import Grant, KubeletRecords
+    from vgpu_agent.model import Grant
     from vgpu_agent.pods import PodCache
     from vgpu_agent.status import KubeletStatus
 
@@ -63,8 +63,6 @@ _REST_AFTER_LOOK = 9  # pause in durations of the reading before it
 _END_PAUSE_GROWTH = 1.25
 # How long a kubelet that has started may take until it has admitted, and lists, all its pods.
 _LISTS_ALL_SECONDS = 10.0
-# How long a reading waits for calls of Allocate that are under way.
-_CALLS_SECONDS = 1.0
 # A start changes its pod and the ledger ten times in a row. One check for ended pods covers all.
 _COALESCING_SECONDS = 0.1
 
@@ -125,6 +123,8 @@ class Verification:
         # numbers of grants that were there at the last rebuild, and that pod-resources has not
         # listed since
         self._unlisted: set[int] = set()
+        # what only the checkpoint had at the last rebuild: (resource, pod's UID, container)
+        self._left_over: frozenset[tuple[str, str, str]] = frozenset()
         self._lists_all_at = math.inf  # when pod-resources should list every pod
         # the ends of pods that were known at the last reading, by the keys of `PodEnds.pending`: a
         # pod's UID, or one key for all ends while the pod of some grant is not known
@@ -149,16 +149,61 @@ class Verification:
             trouble=self._kubelet_status.records_trouble,
         )
 
-    async def catch_up(self) -> None:
-        """Enter what another agent has granted since `rebuild`, for an agent that has just taken
-        over; what has ended since then is left to `run`.
+    async def catch_up(self) -> bool:
+        """Enter what another agent has granted since `rebuild`, by the checkpoint alone, for an
+        agent that has just taken over; tell whether that could be read. What has ended since then
+        is left to `run`.
 
-        Calls of Allocate wait meanwhile. A List of pod-resources would make the kubelet forget the
-        ids of such a call, if a pod has ended since it began (kubelet §7), so only the checkpoint
-        is read. pod-resources is asked all the same where the checkpoint cannot be read: to grant
-        what others hold would be worse.
+        Calls of Allocate wait meanwhile, and a List of pod-resources would make the kubelet forget
+        the ids of such a call, if a pod has ended since it began (kubelet §7). The kubelet writes
+        the file when a container has all its resources, so the answers of the last milliseconds
+        may be missing.
         """
-        await self._verify(initial=True, checkpoint_only=True)
+        records = await self._read(None)
+        if records.entries is None:
+            self._note_trouble(records.trouble, time.time())
+            return False
+        self._allocator.confirm(
+            # complete: what is left of the file counts as alive
+            KubeletRecords(tuple(self._granted_since(records.entries)), entries=records.entries),
+            reservation_seconds=RESERVATION_SECONDS,
+            initial=True,
+            may_release=False,
+        )
+        return True
+
+    def _granted_since(self, entries: Iterable[Holding]) -> Iterator[Holding]:
+        """Yield what is new in the checkpoint's ``entries`` since `rebuild`: each id once, for pods
+        that have not ended, and not what the ledger has for the same pod. Pods that the watch has
+        not shown yet count as alive.
+        """
+        taken: set[tuple[str, str]] = set()
+        for entry in sorted(entries, key=self._runs_early):
+            owner, pod = entry.owner, self._pod_cache.get(entry.owner.pod_uid)
+            if (entry.resource, owner.pod_uid, owner.container) in self._left_over or (
+                pod is not None and pod.ended
+            ):
+                continue
+            if pod is not None:
+                owner = Owner(owner.container, owner.pod_uid, pod.namespace, pod.name)
+            held = {
+                id_
+                for grant in self._ledger.holders(entry.resource, entry.ids)
+                if grant.owner is not None and grant.owner.may_be_in_pod_of(owner)
+                for id_ in grant.ids
+            }
+            left = tuple(
+                id_ for id_ in entry.ids if id_ not in held and (entry.resource, id_) not in taken
+            )
+            taken.update((entry.resource, id_) for id_ in left)
+            if left:
+                yield Holding(entry.resource, left, owner)
+
+    def _runs_early(self, entry: Holding) -> bool:
+        """Tell whether an entry is of an init container, whose ids a later one takes over."""
+        pod = self._pod_cache.get(entry.owner.pod_uid)
+        container = pod.container(entry.owner.container) if pod is not None else None
+        return container is not None and container.kind is ContainerKind.INIT
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Verify until cancelled, at least every ``VERIFY_SECONDS``.
@@ -227,29 +272,22 @@ class Verification:
         rest = min(_REST_AFTER_LOOK * self._look_seconds, _SHORTEST_PAUSE_SECONDS)
         return self._looked_at + max(pause, rest) - asyncio.get_running_loop().time()
 
-    async def _verify(
-        self, *, initial: bool = False, checkpoint_only: bool = False, ended_only: bool = False
-    ) -> bool:
+    async def _verify(self, *, initial: bool = False, ended_only: bool = False) -> bool:
         """Compare the ledger with the records once; tell whether pod-resources answered.
 
         Args:
             initial: the ledger is being rebuilt.
-            checkpoint_only: do not ask pod-resources, and so release nothing, unless the checkpoint
-                cannot be read.
             ended_only: release nothing but grants of ended pods; for a reading between two regular
                 passes.
         """
-        if not initial:
-            # The kubelet would forget the ids of calls that are under way, see `catch_up`.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CALLS_SECONDS):
-                    await self._allocator.idle.wait()
+        # The kubelet would forget the ids of calls that are under way, see `catch_up`.
+        await self._allocator.until_idle()
         began, newest, ended = (
             asyncio.get_running_loop().time(),
             self._ledger.newest,
             self._ends.pending(),
         )
-        records = await self._read(checkpoint_only=checkpoint_only)
+        records = await self._read(self._pod_resources)
         now, shown_at = self._clock(), time.time()  # the latter for the status
         listed = (
             {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids}
@@ -260,14 +298,18 @@ class Verification:
             self._lists_all_at = now + max(
                 0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age_seconds)
             )
+        if initial and records.complete:
+            self._left_over = frozenset(
+                (entry.resource, entry.owner.pod_uid, entry.owner.container)
+                for entry in unlisted(records)
+            )
         if initial and now < self._lists_all_at:
             records = msgspec.structs.replace(
                 records,
                 # and what only the checkpoint shows
                 holdings=(*records.holdings, *self._of_live_pods(unlisted(records))),
             )
-        if records.trouble or not checkpoint_only:  # the checkpoint alone tells of no recovery
-            self._note_trouble(records.trouble, shown_at)
+        self._note_trouble(records.trouble, shown_at)
         if self._kubelet_status.restarts_seen != self._restarts_seen:
             self._restarts_seen, self._restarted_at = self._kubelet_status.restarts_seen, now
         drift = self._allocator.confirm(
@@ -283,11 +325,7 @@ class Verification:
             kept_grants=self._kept(records, now),
         )
         if initial:
-            self._unlisted |= {
-                grant.number
-                for grant in self._ledger.grants
-                if grant.number > newest or not checkpoint_only
-            }
+            self._unlisted = {grant.number for grant in self._ledger.grants}
         self._unlisted = {
             grant.number
             for grant in self._ledger.grants
@@ -305,22 +343,15 @@ class Verification:
             self.verified_at = shown_at
         return records.complete
 
-    async def _read(self, *, checkpoint_only: bool) -> KubeletRecords:
-        """Return the records; from the checkpoint alone, those of pods that have not ended."""
+    async def _read(self, pod_resources: PodResources | None) -> KubeletRecords:
         # resources that are only there for schedulers to count: the ledger has no grants of them
         only_counted = frozenset(
             offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
         )
-        path = self._kubelet_settings.checkpoint_path
-        if checkpoint_only:
-            records = await read_records(
-                None, path, is_wanted=lambda name: name not in only_counted
-            )
-            if records.entries is not None:
-                holdings = tuple(self._of_live_pods(records.holdings))
-                return msgspec.structs.replace(records, holdings=holdings)
         return await read_records(
-            self._pod_resources, path, is_wanted=lambda name: name not in only_counted
+            pod_resources,
+            self._kubelet_settings.checkpoint_path,
+            is_wanted=lambda name: name not in only_counted,
         )
 
     def _note_trouble(self, trouble: str, read_at: float) -> None:

@@ -412,10 +412,9 @@ class SimulatedKubelet:
             raise AdmissionError(_rejected(text))
         try:
             ids = await self._choose(endpoint, ids, free, number)
-            self._records.ask_for(resource, ids)
-            answer = await endpoint.allocate(ids)
+            with self._records.asking(resource, ids):
+                answer = await endpoint.allocate(ids)
         except CallFailedError as err:
-            self._records.give_up(resource)
             await self._note("Allocate", resource, ids=ids, error=str(err))
             raise AdmissionError(_rejected(str(err))) from err
         self._records.add(pod.uid, container.name, resource, ids, answer.SerializeToString())

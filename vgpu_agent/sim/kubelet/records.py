@@ -186,22 +186,28 @@ class Records:
                 self._held.setdefault((each.pod_uid, each.container), []).append(each)
         return self._held.get((pod_uid, container), [])
 
-    def ask_for(self, resource: str, ids: Collection[str]) -> None:
-        """Give ``ids`` to no other container while their plugin is asked for them."""
+    @contextlib.contextmanager
+    def asking(self, resource: str, ids: Collection[str]) -> Iterator[None]:
+        """Give ``ids`` to no other container while their plugin is asked for them; they are free
+        again if it refuses. `add` follows.
+        """
         self._asked_for.setdefault(resource, set()).update(ids)
         if resource in self._free:
             for device in ids:
                 self._free[resource][1].pop(device, None)
-
-    def give_up(self, resource: str) -> None:
-        """Let other containers have the ids for which the plugin was asked: it refused."""
-        self._asked_for.pop(resource, None)
-        self._free.pop(resource, None)
+        try:
+            yield
+        except BaseException:
+            self._asked_for.pop(resource, None)
+            self._free.pop(resource, None)
+            raise
 
     def add(
         self, pod_uid: str, container: str, resource: str, ids: Collection[str], answer: bytes
     ) -> Allocation:
-        """Book ids for a container, after `ask_for`."""
+        """Book ids for a container, after `asking`."""
+        # If `clean_up` has forgotten them meanwhile, they stay free for the next container.
+        self.free(resource)
         known = self.devices[resource]
         by_node: dict[str, list[str]] = {}
         for device in ids:
@@ -211,7 +217,6 @@ class Records:
         self.allocations.append(allocation)
         if self._held is not None:
             self._held.setdefault((pod_uid, container), []).append(allocation)
-        # If `clean_up` has forgotten them since `ask_for`, they stay free.
         self._asked_for.pop(resource, None)
         return allocation
 
@@ -223,7 +228,9 @@ class Records:
         left = [each for each in self.allocations if each.pod_uid in live_pod_uids]
         if len(left) < len(self.allocations):
             self.allocations = left
-            self.forgotten += sum(map(len, self._asked_for.values()))
+            self.forgotten += sum(
+                len(ids - self.in_use(resource)) for resource, ids in self._asked_for.items()
+            )
             self._asked_for.clear()
             self._forget()
 
