@@ -263,7 +263,7 @@ class Agent:
                         self._allocator.mode is not None and not self._allocator.is_late
                     ),
                     pods=self._starting_pods,
-                    until_idle=self._until_idle,
+                    until_idle=lambda: self._allocator.until_idle(),  # noqa: PLW0108 - not made yet
                 ),
                 fetch_pod=self._cluster.fetch_pod,
                 carrier=grant_directory,
@@ -690,13 +690,6 @@ class Agent:
         self._pod_resources.forbid_lists("this agent is taking over from another one")
         await self._register()
 
-    async def _until_idle(self) -> None:
-        """Wait a moment for calls of Allocate, before a start of a container lists pod-resources.
-        In early mode such a call may be the one that lists.
-        """
-        if self._allocator.is_late:
-            await self._allocator.until_idle()
-
     async def _unlink(self, resources: Collection[str]) -> bool:
         """Prepare for a successor that registers beside this agent, see `Offering.unlink`.
 
@@ -846,7 +839,7 @@ class Agent:
             frozenset(offer.name for offer in self._ledger.resources),
             self._cluster.pod_cache.synced.is_set(),
         )
-        if known != self._understood:
+        if known != self._understood and not self._pod_resources.lists_forbidden:
             self._understood = known
             await self._verification.rebuild()
         # what is offered next must not be what a scheduler has given to a pod

@@ -101,14 +101,18 @@ class EndedPods:
             pass  # This error may be out of date once the kubelet has answered.
         before = {grant.number: grant for grant in self._ledger.grants}
         kubelet_evidence = await self._records(start)
-        if kubelet_evidence is None:
+        if kubelet_evidence is None or kubelet_evidence.pod_resources is None:
+            why = (
+                f"within {identification.START_SECONDS:g} s"
+                if kubelet_evidence is None
+                else f"({kubelet_evidence.trouble})"
+            )
             try:
                 return attempt()
             except _NO_ROOM as err:
                 raise NotProvenError(
-                    "no room, and the kubelet has not reported within "
-                    f"{identification.START_SECONDS:g} s which pods have ended; the kubelet will "
-                    f"retry ({err})"
+                    f"no room, and the kubelet has not reported {why} which pods have ended; the "
+                    f"kubelet will retry ({err})"
                 ) from err
         return await self._try_again(start, attempt, kubelet_evidence, before)
 

@@ -173,6 +173,11 @@ class PodResources:
         """Let each `list` fail with the reason ``why``, until `allow_lists`."""
         self._no_lists = why
 
+    @property
+    def lists_forbidden(self) -> bool:
+        """Tell whether `forbid_lists` is in force."""
+        return bool(self._no_lists)
+
     def allow_lists(self) -> None:
         """Undo `forbid_lists`."""
         self._no_lists = ""

@@ -328,6 +328,30 @@ async def test_after_a_hand_over_what_an_earlier_pod_left_in_the_checkpoint_is_n
 
 
 @pytest.mark.looptime
+async def test_a_pod_admitted_between_the_list_and_the_file_is_adopted_after_a_hand_over(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the file alone, like what an ended pod left there; but it was not there before."""
+    parts = Parts(records, kubelet_age_seconds=3600)
+    parts.book.replace([TRAIN])
+    seen = [
+        from_checkpoint(*checkpointed(TRAIN)),
+        msgspec.structs.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE)),
+        from_checkpoint(*checkpointed(TRAIN, SERVE)),
+    ]
+
+    async def read(*_: object, is_wanted: object) -> KubeletRecords:
+        del is_wanted
+        return seen.pop(0)
+
+    monkeypatch.setattr(verification, "read_records", read)
+    await parts.verification.rebuild()
+    assert [grant.ids for grant in parts.ledger.grants] == [(U0,)]
+    assert await parts.verification.catch_up()
+    assert [grant.ids for grant in parts.ledger.grants] == [(U0,), (U1,)]
+
+
+@pytest.mark.looptime
 @pytest.mark.parametrize("ids_of_init", [(U0,), (U0, U1)], ids=["the same", "more"])
 async def test_after_a_hand_over_an_init_container_takes_nothing_from_the_one_that_runs(
     records: Records, ids_of_init: tuple[str, ...]

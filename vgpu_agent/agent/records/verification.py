@@ -123,8 +123,8 @@ class Verification:
         # numbers of grants that were there at the last rebuild, and that pod-resources has not
         # listed since
         self._unlisted: set[int] = set()
-        # what only the checkpoint had at the last rebuild: (resource, pod's UID, container)
-        self._left_over: frozenset[tuple[str, str, str]] = frozenset()
+        # what only the checkpoint had at the last rebuild, before and after the List
+        self._left_over: frozenset[Holding] = frozenset()
         self._lists_all_at = math.inf  # when pod-resources should list every pod
         # the ends of pods that were known at the last reading, by the keys of `PodEnds.pending`: a
         # pod's UID, or one key for all ends while the pod of some grant is not known
@@ -180,16 +180,14 @@ class Verification:
         taken: set[tuple[str, str]] = set()
         for entry in sorted(entries, key=self._runs_early):
             owner, pod = entry.owner, self._pod_cache.get(entry.owner.pod_uid)
-            if (entry.resource, owner.pod_uid, owner.container) in self._left_over or (
-                pod is not None and pod.ended
-            ):
+            if entry in self._left_over or (pod is not None and pod.ended):
                 continue
             if pod is not None:
                 owner = Owner(owner.container, owner.pod_uid, pod.namespace, pod.name)
             held = {
                 id_
                 for grant in self._ledger.holders(entry.resource, entry.ids)
-                if grant.owner is not None and grant.owner.may_be_in_pod_of(owner)
+                if grant.owner is not None and _in_same_pod(grant.owner, owner)
                 for id_ in grant.ids
             }
             left = tuple(
@@ -287,6 +285,8 @@ class Verification:
             self._ledger.newest,
             self._ends.pending(),
         )
+        # A pod may be admitted between a List and the reading of the file that follows it.
+        earlier = (await self._read(None)).entries or () if initial else ()
         records = await self._read(self._pod_resources)
         now, shown_at = self._clock(), time.time()  # the latter for the status
         listed = (
@@ -299,10 +299,7 @@ class Verification:
                 0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age_seconds)
             )
         if initial and records.complete:
-            self._left_over = frozenset(
-                (entry.resource, entry.owner.pod_uid, entry.owner.container)
-                for entry in unlisted(records)
-            )
+            self._left_over = frozenset(earlier).intersection(unlisted(records))
         if initial and now < self._lists_all_at:
             records = msgspec.structs.replace(
                 records,
@@ -418,3 +415,12 @@ def _release_memory() -> None:
     """
     release_memory()
     memory.release_free_pages()
+
+
+def _in_same_pod(one: Owner, other: Owner) -> bool:
+    """Tell whether both are certainly containers of one pod: by its UID, or by its name where
+    ``one`` has no UID.
+    """
+    if one.pod_uid:
+        return one.pod_uid == other.pod_uid
+    return bool(one.pod) and (one.namespace, one.pod) == (other.namespace, other.pod)
