@@ -356,6 +356,7 @@ async def test_no_id_of_a_waiting_call_becomes_free_again(volcano: VolcanoStage)
         os.kill(old.pid, signal.SIGCONT)
     await new.until_logged("agent.took_over")
     await volcano.cluster.running("waiting")
+    assert await old.terminate() == 0
     assert kubelet.forgotten_ids == 0
     volcano.check()
 
