@@ -52,8 +52,9 @@ _LINE = re.compile(
     r' resourceName="([^"]+)"'
 )
 # What the agent says of ids that the kubelet has given to two pods (docs/contracts/kubelet.md,
-# section 7): it allows neither start, and an operator has to delete one of the pods. A hand-over
-# makes this fault of the kubelet likelier. The test does what an operator does, and counts it.
+# section 7): it allows neither start, and an operator has to delete one of the pods. The test does
+# what an operator does, and counts it. The agents avoid in a hand-over what leads there. Otherwise
+# a List and a call may still meet by chance.
 _SAME_IDS = re.compile(r" in two pods at once, \S+?/(\S+) and \S+?/(\S+);")
 # Shares enough for pods whose containers a slow machine has yet to end.
 NVIDIA = f"""\
@@ -275,7 +276,7 @@ def _measure(deployment: Deployment, make: Callable[[str], dict[str, Any]], repo
         report(f"{kind}_windows_ms", [round(1000 * each, 1) for each in sorted(measured.windows)])
         assert not measured.failed
         assert not measured.windows
-        assert measured.same_ids <= max(1, UPDATES // 3)
+        assert measured.same_ids <= max(1, UPDATES // 10)
 
 
 @pytest.fixture
