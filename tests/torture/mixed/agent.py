@@ -91,10 +91,14 @@ class MixedWorld(World):
 
 
 async def read_model_records(
-    source: PodResources, checkpoint: Path, is_wanted: Callable[[str], bool] = lambda _: True
+    source: PodResources | None, checkpoint: Path, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> KubeletRecords:
-    """`vgpu_agent.kubelet.records.read_records` for a source that is a `World`."""
+    """`vgpu_agent.kubelet.records.read_records` for a source that is a `World`. The model has no
+    file to be read without one.
+    """
     del checkpoint
+    if source is None:
+        return KubeletRecords(complete=False)
     world = cast(World, source)
     kubelet_evidence = await world.read_records(whole=True)
     entries = (
