@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.real_node.rig import Options, RequirementError, Rig, RigError
+from tests.real_node.rig import Options, RequirementError, Rig, RigError, running_rig
 from tests.real_node.rig.host import missing_requirement
 from tests.real_node.rig.lifecycle import prepare
 
@@ -106,14 +106,14 @@ def cluster_available(pytestconfig: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def rig(cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node with one NUMA node."""
-    with Rig() as running:
+    with running_rig() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def numa_rig(cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node with two NUMA nodes, whose kubelet admits only what fits one of them."""
-    with Rig(options=Options(numa_nodes=2, topology_manager_policy="single-numa-node")) as running:
+    with running_rig(Options(numa_nodes=2, topology_manager_policy="single-numa-node")) as running:
         yield running
 
 
@@ -122,7 +122,7 @@ def volcano_rig(cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node for Volcano's resources,
     of which others would find traces on their Node.
     """
-    with Rig() as running:
+    with running_rig() as running:
         yield running
 
 
@@ -131,7 +131,7 @@ def extender_rig(cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node for vgpu-manager's resources,
     of which others would find traces on their Node.
     """
-    with Rig() as running:
+    with running_rig() as running:
         yield running
 
 

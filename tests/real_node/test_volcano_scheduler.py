@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.real_node.rig import Rig
+from tests.real_node.rig import Rig, running_rig
 from tests.real_node.volcano import (
     IDS,
     Advertised,
@@ -41,7 +41,7 @@ def rig(cluster_available: None) -> Iterator[Rig]:
     """A node on which no plugin has registered Volcano's resources: kubelet would put its own
     number over what is advertised by hand.
     """
-    with Rig() as running:
+    with running_rig() as running:
         yield running
 
 

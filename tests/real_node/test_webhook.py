@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests.real_node.deployment import MANIFESTS, MERGE, PROJECT, kustomized
-from tests.real_node.rig import ApiError, Rig
+from tests.real_node.rig import ApiError, Rig, running_rig
 
 NAME = "vgpu-agent-webhook"
 NAMESPACE = "vgpu-agent"
@@ -71,7 +71,7 @@ def _kubeconfig(rig: Rig, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def hooked(cluster_available: None) -> Iterator[Hooked]:
     """The component applied, and one replica that the API server trusts."""
-    with Rig() as rig, tempfile.TemporaryDirectory(prefix="vgw", dir="/tmp") as name:
+    with running_rig() as rig, tempfile.TemporaryDirectory(prefix="vgw", dir="/tmp") as name:
         folder = Path(name)
         every = [
             one

@@ -22,6 +22,15 @@ How the parts meet, from the outside in:
 from tests.real_node.rig.api import Api, ApiError
 from tests.real_node.rig.errors import RequirementError, RigError
 from tests.real_node.rig.layout import Layout, Options
-from tests.real_node.rig.lifecycle import Rig
+from tests.real_node.rig.lifecycle import Rig, running_rig
 
-__all__ = ["Api", "ApiError", "Layout", "Options", "RequirementError", "Rig", "RigError"]
+__all__ = [
+    "Api",
+    "ApiError",
+    "Layout",
+    "Options",
+    "RequirementError",
+    "Rig",
+    "RigError",
+    "running_rig",
+]

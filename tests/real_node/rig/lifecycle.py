@@ -6,6 +6,7 @@ state that is not also on disk, so `Rig(name)` in another process is the same ri
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -471,3 +472,25 @@ def _output(command: list[str], stdin: str | None) -> str:
             result.stderr.strip() or f"{' '.join(command)} ended with {result.returncode}"
         )
     return result.stdout
+
+
+@contextlib.contextmanager
+def running_rig(options: Options | None = None) -> Iterator[Rig]:
+    """A rig that runs until the end of the context, for many tests. If the first one does not come
+    up, another one is tried: on a busy machine a component of Kubernetes may give up waiting for
+    another one, and that says nothing about what is tested.
+
+    Raises:
+        RigError: neither comes up.
+    """
+    rig = Rig(options=options)
+    try:
+        rig.start()
+    except RigError as err:
+        print(f"{err}\nanother rig is tried", file=sys.stderr)  # noqa: T201 - for pytest's report
+        rig = Rig(options=options)
+        rig.start()
+    try:
+        yield rig
+    finally:
+        rig.stop()

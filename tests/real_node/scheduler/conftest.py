@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.real_node.rig import Options, Rig
+from tests.real_node.rig import Options, Rig, running_rig
 from tests.real_node.scheduler.objects import remove_all
 
 
 @pytest.fixture(scope="session")
 def control_plane(cluster_available: None) -> Iterator[Rig]:
     """etcd, API server and controllers, for all tests of the session."""
-    with Rig(options=Options(nodes=0)) as running:
+    with running_rig(Options(nodes=0)) as running:
         running.stop_component("scheduler")  # the tests start one with the extender
         yield running
 
