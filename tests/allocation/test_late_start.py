@@ -333,6 +333,24 @@ async def test_a_start_without_room_is_answered_before_kubelet_gives_up() -> Non
     assert loop.time() - began == pytest.approx(START_SECONDS, abs=0.1)
 
 
+async def test_a_start_without_room_and_without_the_kubelets_list_says_so() -> None:
+    """An ended pod may still hold the room, so the start is not refused for good."""
+    place = Place()
+    first, second = (
+        a_pod("first", annotations=wants(main=f"{U0} 40000")),
+        a_pod("second", annotations=wants(main=f"{U0} 40000")),
+    )
+    place.book.replace([first, second])
+    await place.admit(first, "main", IDS[:1])
+    await place.start(IDS[:1])
+    await place.admit(second, "main", IDS[1:2])
+    place.pod_resources = None
+    with pytest.raises(
+        NotProvenError, match=r"no room, and the kubelet has not reported \(.*\) which"
+    ):
+        await place.start(IDS[1:2])
+
+
 async def test_a_full_disk_refuses_the_start_and_names_itself() -> None:
     """No spec, no start. The next try with room succeeds."""
     place = Place()

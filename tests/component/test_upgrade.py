@@ -217,9 +217,14 @@ async def test_an_agent_whose_socket_was_deleted_is_not_waited_for_for_ever(stag
     stage.constants[constants.SUCCESSION_ANSWER] = 1
     await stage.ready_agent()
     _socket(stage).unlink()
-    new = await _start_beside(stage)
+    new = stage.agent(QUICK + SHARED)
+    await new.spawn()
     assert (await new.until_logged("agent.waiting"))["reason"]
+    await stage.admit("meanwhile")
     assert (await new.until_logged("agent.predecessor_silent"))["level"] == "warning"
+    await new.until_logged("agent.started")
+    rebuilt = [line["grants"] for line in new.log_lines() if line["msg"] == "ledger.rebuilt"]
+    assert rebuilt == [0, 1]  # before the wait, and after it
     await stage.admit("train")
 
 

@@ -177,3 +177,16 @@ def test_a_rate_limiter_refills_with_time() -> None:
     now += 100
     limiter.empty()
     assert not limiter.take_if_left(1)
+
+
+async def test_a_forbidden_list_asks_nothing(
+    kubelet: SimulatedKubelet, pod_resources: PodResources
+) -> None:
+    """Get may still be asked: it makes the kubelet forget nothing."""
+    pod_resources.forbid_lists("another agent is taking over")
+    with pytest.raises(KubeletError, match="is not listed: another agent is taking over"):
+        await pod_resources.list()
+    assert await pod_resources.get(P) == ()
+    assert not kubelet.called("List")
+    pod_resources.allow_lists()
+    assert await pod_resources.list() == ()

@@ -26,6 +26,7 @@ from tests.real_node.rig import (
     host,
     images,
     leftovers,
+    running_rig,
 )
 from tests.real_node.rig.layout import Layout
 from tests.real_node.rig.manifests import container, pod, quantity
@@ -391,6 +392,24 @@ class TestCommand:
 
 class TestParts:
     """Small parts that need no cluster."""
+
+    def test_a_rig_for_many_tests_is_tried_twice(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The first error is shown. The second one counts."""
+        fails = [True, False, True, True]
+
+        def start(_: Rig) -> None:
+            if fails.pop(0):
+                raise RigError("did not come up")
+
+        monkeypatch.setattr(Rig, "start", start)
+        monkeypatch.setattr(Rig, "stop", lambda _: None)
+        with running_rig():
+            assert "did not come up" in capfd.readouterr().err
+        with pytest.raises(RigError, match="did not come up"), running_rig():
+            pass
+        assert not fails
 
     def test_without_root_the_reason_is_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It says what is needed and why."""

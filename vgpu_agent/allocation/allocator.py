@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from vgpu_agent.nodes import DesiredNode, Node
     from vgpu_agent.pods import DesiredPod
 
+# How long a reading of the kubelet's records waits for calls of Allocate that are under way.
 _IDLE_SECONDS = 1.0
 
 

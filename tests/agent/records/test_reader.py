@@ -142,6 +142,21 @@ async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
     assert kubelet_evidence.whole
 
 
+async def test_a_list_waits_for_calls_of_allocate(tmp_path: Path) -> None:
+    """The kubelet would forget their ids (kubelet §7)."""
+    lister, idle = Lister(), asyncio.Event()
+    lister.let.set()
+    read_records = make(lister, write(tmp_path / "checkpoint"))
+    read_records._until_idle = idle.wait  # type: ignore[assignment]  # its answer is not used
+    reading = asyncio.ensure_future(read_records(RESOURCE, ["a"], whole=True))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert lister.readings == 0
+    idle.set()
+    await reading
+    assert lister.readings == 1
+
+
 async def test_a_burst_of_questions_costs_two_readings(tmp_path: Path) -> None:
     """A question during a reading gets the next one, which all such questions share,
     never one that began before.

@@ -103,10 +103,10 @@ def traces(layout: Layout, namespaces: tuple[str, ...], *, ended: float = inf) -
                 .decode(errors="replace")
             )
             held = {namespace(pid, kind) for kind in ("pid", "net", "mnt")}
-            is_of_then = ProcessId.of(pid).began_seconds <= ended
+            was_there = ProcessId.of(pid).began_seconds <= ended
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             # gone meanwhile, or one whose namespaces even root may not see
             continue
-        if f"{layout.run}/" in command or (held & sought and is_of_then):
+        if f"{layout.run}/" in command or (held & sought and was_there):
             found.append(f"process {pid} {command.strip()}")
     return found

@@ -277,7 +277,7 @@ class SimulatedKubelet:
 
     @property
     def forgotten_ids(self) -> int:
-        """How many ids have become free while a plugin was asked for them (kubelet §7)."""
+        """The number of ids that became free while a plugin was asked for them (kubelet §7)."""
         return self._records.forgotten
 
     async def cancel_stream(self, resource: str) -> None:

@@ -206,7 +206,8 @@ class Records:
         self, pod_uid: str, container: str, resource: str, ids: Collection[str], answer: bytes
     ) -> Allocation:
         """Book ids for a container, after `asking`."""
-        # If `clean_up` has forgotten them meanwhile, they stay free for the next container.
+        # Compute the free ids before the allocation is there: if `clean_up` has forgotten these ids
+        # meanwhile, they stay free for the next container.
         self.free(resource)
         known = self.devices[resource]
         by_node: dict[str, list[str]] = {}
