@@ -383,6 +383,21 @@ async def test_after_a_hand_over_an_init_container_takes_nothing_from_the_one_th
 
 
 @pytest.mark.looptime
+async def test_after_a_hand_over_no_owner_changes_within_a_pod_that_the_watch_has_not_shown(
+    records: Records,
+) -> None:
+    """Nothing tells then which of its containers is an init container."""
+    parts = Parts(records)
+    records.now = held(TRAIN)
+    await parts.verification.rebuild()
+    before = parts.ledger.grants
+    init = Holding(GPU, (U0,), Owner("a-init", TRAIN.uid))
+    records.now = from_checkpoint(init, *checkpointed(TRAIN))
+    assert await parts.verification.catch_up()
+    assert parts.ledger.grants == before
+
+
+@pytest.mark.looptime
 async def test_after_a_hand_over_an_ended_pods_entry_takes_nothing_from_a_live_ones(
     records: Records,
 ) -> None:
