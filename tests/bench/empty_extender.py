@@ -1,7 +1,8 @@
 """An extender that decides nothing: it picks a Node by the pod's hash, and binds with one request.
 
-The comparison of the benchmark's part `scheduler`, on the same HTTP libraries. What is slower than
-this one is what the real one adds. usage: python -m tests.bench.empty_extender KUBECONFIG PORT
+The comparison of the benchmark's part `scheduler`, on the same HTTP libraries. It runs on asyncio's
+own event loop, as it did when the limits were set; the real one runs on uvloop's.
+usage: python -m tests.bench.empty_extender KUBECONFIG PORT
 """
 
 from __future__ import annotations

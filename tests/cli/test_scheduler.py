@@ -5,11 +5,13 @@ for each mistake.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 import signal
 from typing import Any
 
 import pytest
+import uvloop
 
 from tests.families.vgpu_manager.scheduling.nodes import container, pod
 from vgpu_agent import log
@@ -51,12 +53,14 @@ class Started:
 
     options: Options
     family: SchedulingFamily
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, options: Options, family: SchedulingFamily, _: object) -> None:
         Started.options, Started.family = options, family
 
     async def run(self) -> None:
         """End at once."""
+        Started.loop = asyncio.get_running_loop()
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +148,12 @@ def test_values_reach_the_service() -> None:
     assert Started.family.number_resource == "example.com/vgpu-number"
     assert "example.com/pre-allocated" in Started.family.pod_keys.annotations
     assert "example.com/node-scheduler-policy" in Started.family.pod_keys.annotations
+
+
+def test_the_service_runs_on_the_faster_event_loop() -> None:
+    """In a large cluster that is a fifth more pods a second."""
+    options()
+    assert isinstance(Started.loop, uvloop.Loop)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

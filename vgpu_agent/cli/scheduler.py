@@ -5,7 +5,6 @@ vgpu-manager's extender (vgpu-manager §1.3).
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import re
 import signal
@@ -183,6 +182,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError(problems)
     log.configure(log_format=arguments.log_format, level=arguments.log_level, cache_loggers=True)
     # These imports are slow, and a wrong flag is reported before them.
+    import uvloop  # noqa: PLC0415
+
     from vgpu_agent.cluster.credentials import from_place  # noqa: PLC0415
     from vgpu_agent.scheduler.service import Service  # noqa: PLC0415
 
@@ -192,7 +193,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             ["no access to the API server: run it with a service account, or name --kubeconfig"]
         )
-    asyncio.run(Service(_options(arguments, os.environ), family, credentials).run())
+    uvloop.run(Service(_options(arguments, os.environ), family, credentials).run())
     return 0
 
 

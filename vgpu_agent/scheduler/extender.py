@@ -457,11 +457,10 @@ class Extender:
                 self._events.fell_back(pod, choice.node, mode, choice.fallback)
             self._promise(pod, choice.holding, wanted)
             self._known_pods.promise(pod)  # the watch may not have shown it yet
-            # kube-scheduler need not wait for it: the answer is sent before
-            asyncio.get_running_loop().call_soon(
-                functools.partial(
-                    self._journal.record, "scheduler.placed", pod=pod.full_name, node=choice.node
-                )
+            # The bind logs the Node, too, and where there is none, the end of the promise does. So
+            # at the default level a pod costs one line.
+            self._journal.record(
+                "scheduler.placed", level="debug", pod=pod.full_name, node=choice.node
             )
             if self._events is not None:
                 self._events.matched(pod, choice.node)
