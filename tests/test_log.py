@@ -206,7 +206,7 @@ def test_threads_that_log_at_once_get_no_error_of_the_limiter(
 
 
 def test_a_message_is_new_until_it_is_repeated() -> None:
-    """By subject: when it begins, when it changes, and when it begins again after it was over."""
+    """By subject: when it begins, when it changes, and when it begins again once forgotten."""
     changes = log.ChangeFilter()
     assert [changes.is_new("a", text) for text in ("full", "full", "gone", "gone", "full")] == [
         True,
@@ -216,7 +216,7 @@ def test_a_message_is_new_until_it_is_repeated() -> None:
         True,
     ]
     assert changes.is_new("b", "full")
-    assert (changes.over("a"), changes.over("a")) == (True, False)
+    assert (changes.forget("a"), changes.forget("a")) == (True, False)
     assert changes.is_new("a", "full")
 
 

@@ -326,7 +326,7 @@ class ChangeFilter:
             self._last[subject] = (message, now)
         return new
 
-    def over(self, subject: Hashable) -> bool:
+    def forget(self, subject: Hashable) -> bool:
         """Forget ``subject``, whose next message is new again; tell whether there was one."""
         return self._last.pop(subject, None) is not None
 

@@ -106,7 +106,7 @@ class StateFile(Generic[Facts]):
         return True
 
     def _recovered(self) -> None:
-        self._changes.over("write")
+        self._changes.forget("write")
         self.failure = None
 
     def _replace(self, content: bytes) -> None:

@@ -191,7 +191,7 @@ class LateStart:
             # and of every container of the pod that the records name for the same ids
             for name in {start.owner.container, *start.found.containers.get(start.key[0], ())}:
                 self._context.refusals.clear(start.owner.pod_uid, name)
-            self._journalled_refusals.over(token)
+            self._journalled_refusals.forget(token)
             self.started[*start.key, offered.name] = grant  # key: the pod's UID, the container
             self._context.journal.record(
                 "start.bound",

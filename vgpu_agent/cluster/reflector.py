@@ -404,5 +404,5 @@ class Reflector(Generic[T]):
         self._begin_well()
         if self.trouble.value is not None:
             self.trouble.publish(None)
-        if self._changes.over("watch"):
+        if self._changes.forget("watch"):
             self._journal.record("cluster.watch_recovered", watch=self.scope.what)

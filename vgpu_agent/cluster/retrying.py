@@ -176,7 +176,7 @@ class FailureLog:
 
     def recovered(self, key: str) -> None:
         """Record once that the writes of ``key`` work again."""
-        if self._changes.over(key):
+        if self._changes.forget(key):
             self._journal.record(f"{self._writer}.recovered", key=key)
 
     def forget(self, part: str) -> None:

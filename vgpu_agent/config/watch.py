@@ -133,7 +133,7 @@ class _Look:
             if self._changes.is_new(file):
                 _logger.warning("config.missing", file=file, in_force="the previous settings")
             return before
-        if self._changes.over(file):
+        if self._changes.forget(file):
             _logger.info("config.found", file=file)
         return content
 

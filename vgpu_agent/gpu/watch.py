@@ -122,7 +122,7 @@ class GpuWatch:
         self._reopening = Reopening(interval_seconds=POLL_SECONDS)
         # of each XID event: when it was last recorded (monotonic), and how many were left out since
         self._xids: dict[DeviceEvent, tuple[float, int]] = {}
-        # journals a problem when it begins or changes, and anew after `over`. Its subjects: the
+        # journals a problem when it begins or changes, and anew after `forget`. Its subjects: the
         # ``driver``, the waiting for ``events`` and the ``samples`` of processes' usage.
         self._problems = log.ChangeFilter()
         self._wake = asyncio.Event()
@@ -280,7 +280,7 @@ class GpuWatch:
             "read the GPUs", functools.partial(self._session.read, reopen=reopen)
         )
         if reopen:
-            self._problems.over("events")
+            self._problems.forget("events")
         self._learn(snapshot, reopened=reopen)
 
     def _learn(self, snapshot: Snapshot, *, reopened: bool = False) -> None:
@@ -301,7 +301,7 @@ class GpuWatch:
         """Publish the snapshot's GPUs, with the health that each has by its probe."""
         now = time.monotonic()
         self.read_at = time.time()
-        self._problems.over("driver")
+        self._problems.forget("driver")
         if self._status.state is not NvmlState.HUNG:
             self._status.state = NvmlState.ANSWERING
         for warning in snapshot.warnings:
@@ -375,7 +375,7 @@ class GpuWatch:
         self._thread.pass_on(event)
 
     def _on_event(self, event: DeviceEvent) -> None:
-        self._problems.over("events")
+        self._problems.forget("events")
         self._want_poll()
         if event.xid is None:  # it may be about MIG instances
             self._next_look = min(

@@ -76,7 +76,7 @@ class DirectoryWatch:
         self._status = status
         self._status.directory = str(directory)
         self._woken = asyncio.Event()
-        self._changes = log.ChangeFilter()  # what was logged and is not repeated; `over` forgets it
+        self._changes = log.ChangeFilter()  # what was logged, until `forget`
         self._known_kubelet: SocketIdentity | None = None  # the last one that was seen
         self._missing_since: float | None = None  # loop time
 
@@ -162,7 +162,7 @@ class DirectoryWatch:
         """
         if self.state.value.kubelet_socket is not None:
             self._missing_since = None
-            self._changes.over("kubelet")
+            self._changes.forget("kubelet")
             return
         now = asyncio.get_running_loop().time()
         if self._missing_since is None:

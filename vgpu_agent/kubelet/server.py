@@ -100,7 +100,7 @@ class DevicePlugin:
         self._ended.set()
         self._registered: _Instance | None = None
         self._listening = ListenBackoff(RETRY_MAX_SECONDS)
-        # what was logged; `over` has it logged anew
+        # what was logged; after `forget` it is logged anew
         self._changes = log.ChangeFilter(again_seconds=_LOG_AGAIN_SECONDS)
 
     @property
@@ -310,7 +310,7 @@ class DevicePlugin:
             self.status.registrations += 1
             # the difference between the kubelet's ids and those sent, if there is one
             self.status.last_error = self.status.list_fault
-            self._changes.over("registration")
+            self._changes.forget("registration")
             ids = len(self._backend.listing(self.resource.name))
             self._journal.record(
                 "plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=ids

@@ -338,7 +338,7 @@ class Daemon:
         )
         self.status.not_given_back = trouble
         if not trouble:
-            self._changes.over("modes")
+            self._changes.forget("modes")
         elif self._changes.is_new("modes", trouble):
             _logger.warning("mps.gpu_not_given_back", resource=self._plan.resource, error=trouble)
 

@@ -103,7 +103,7 @@ class ContainerUsages:
             if self._changes.is_new(_HANGS):
                 self._journal.record("region.read_hangs", level="warning", error=str(err))
             return
-        self._changes.over(_HANGS)
+        self._changes.forget(_HANGS)
         self._journal_unreadable(
             names,
             {

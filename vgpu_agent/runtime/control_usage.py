@@ -170,7 +170,7 @@ class ControlledUses:
             if self._changes.is_new("hangs"):
                 self._journal.record("region.read_hangs", level="warning", error=str(err))
             return
-        self._changes.over("hangs")
+        self._changes.forget("hangs")
         if found != self.uses.value:
             self.uses.publish(found)
 

@@ -402,7 +402,7 @@ class ProcessRegistry:
             if self._changes.is_new("keeps"):  # "keeps": the lists as a whole
                 self._journal.record("registry.not_kept", level="warning", error=str(err))
             return
-        self._changes.over("keeps")
+        self._changes.forget("keeps")
         for owner, outcome in outcomes.items():
             if self._registered.get(owner) is not owners[owner]:
                 continue
@@ -414,7 +414,7 @@ class ProcessRegistry:
                     container=owner[1], error=outcome,
                 )  # fmt: skip
             elif not outcome:
-                self._changes.over(owner)
+                self._changes.forget(owner)
         self._changes.keep_only({"keeps", *self._registered})
         if not self._registered:
             self._any.clear()

@@ -116,7 +116,7 @@ class RegionGuard:
         while True:
             try:
                 await self._own_thread.run(directories, self.look, seconds=_DEADLINE_SECONDS)
-                self._changes.over("read")
+                self._changes.forget("read")
             except HostFileError as err:
                 if self._changes.is_new("read"):
                     _logger.warning("regions.not_read", directory=directories, error=str(err))
@@ -132,7 +132,7 @@ class RegionGuard:
         for path in gone:
             with self._changing:
                 self._let_go(path)
-            self._changes.over(path)
+            self._changes.forget(path)
             self._rests_until.pop(path, None)
         for path in found:
             self.take(path)

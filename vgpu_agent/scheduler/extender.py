@@ -261,7 +261,7 @@ class Extender:
 
     def forget_pod(self, uid: str) -> None:
         """Forget a pod that was deleted or has ended."""
-        self._unreadable.over(uid)
+        self._unreadable.forget(uid)
         self._known_pods.forget(uid)
         self._refused.pop(uid, None)
         self._promises.pop(uid, None)

@@ -129,7 +129,7 @@ class OwnCertificate:
                 pause = max(RETRY_SECONDS, getattr(err, "retry_after_seconds", 0.0))
                 await asyncio.sleep(min(pause, CHECK_SECONDS))
             else:
-                self._failures.over("round")  # the next failure is a new one
+                self._failures.forget("round")  # the next failure is a new one
                 await asyncio.sleep(CHECK_SECONDS)
 
     def _failed(self, error: str) -> None:

@@ -183,7 +183,7 @@ class LibraryServicesInForce:
             if self._changes.is_new("file", str(err)):
                 self._journal.record("samples.not_written", level="warning", error=str(err))
             return None
-        self._changes.over("file")
+        self._changes.forget("file")
         self._samples_file = directory, opened
         return opened
 

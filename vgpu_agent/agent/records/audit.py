@@ -168,7 +168,7 @@ class AuditLog:
         self._lost = 0
         for _ in lines:
             self._waiting.popleft()
-        if self._changes.over("write"):
+        if self._changes.forget("write"):
             self._journal.record("audit.written_again", path=self._path)
         return not self._waiting
 

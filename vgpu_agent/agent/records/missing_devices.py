@@ -169,7 +169,7 @@ class MissingDevices:
         for grant in live.values():
             for device in {share.device for share in grant.shares}:
                 key = grant.number, device
-                if key not in missing and self._reported.over(key) and grant.owner is not None:
+                if key not in missing and self._reported.forget(key) and grant.owner is not None:
                     self._journal.record(
                         "grant.device_returned",
                         pod=grant.owner.pod_name,
