@@ -65,7 +65,7 @@ sharing:
 |---|---|
 | 0 | nothing is wrong |
 | 1 | the configuration is wrong; a line on stderr for each problem |
-| 2 | the call is wrong: an unknown flag, two files, or a file that cannot be read |
+| 2 | the arguments are invalid: an unknown flag, two files, or a file that cannot be read |
 | 3 | a values file was explained; the agent cannot use it as it is |
 
 ## Who wins
@@ -147,7 +147,7 @@ def _options() -> Iterator[str]:
     for option in options.options():
         yield (
             f"| {_names(option.flags)} | {_names(option.variables)} | "
-            f"{_names((option.path, *options.keys_set_with(option.path)))} |\n"
+            f"{_names((option.path, *options.keys_also_set(option.path)))} |\n"
         )
 
 

@@ -322,7 +322,7 @@ def test_check_takes_the_config_map_as_it_is(
         (
             MANIFEST.replace("config.yaml: |", "config.yaml:"),
             (
-                "map.yaml:6: data.config.yaml: expected a text; write | behind the key and indent "
+                "map.yaml:6: data.config.yaml: expected a text; write | after the key and indent "
                 "the text below it"
             ),
         ),

@@ -126,7 +126,7 @@ ROWS = [
     flag(
         "nvidia §1",
         "--cdi-annotation-prefix=cdi",
-        'expected a DNS name with a slash behind it, got "cdi"',
+        'expected a DNS name followed by a slash, got "cdi"',
     ),
     flag("nvidia §1", "--cdi-feature-flags=fast", f'expected {FEATURES}, got "fast"'),
     flag(
@@ -137,7 +137,7 @@ ROWS = [
     flag(
         "nvidia §1",
         "--kubelet-socket=/tmp/k.sock",
-        "expected the kubelet's directory with /device-plugins/kubelet.sock behind it, got "
+        "expected the kubelet's directory, followed by /device-plugins/kubelet.sock, got "
         '"/tmp/k.sock"',
     ),
     Row(
@@ -214,7 +214,7 @@ ROWS = [
     flag(
         "vgpu-manager §1.2",
         "--device-plugin-path=/var/lib/kubelet/plugins",
-        "expected the kubelet's directory with /device-plugins behind it, got "
+        "expected the kubelet's directory, followed by /device-plugins, got "
         '"/var/lib/kubelet/plugins"',
     ),
     *(
@@ -240,15 +240,15 @@ ROWS = [
     ),
     Row(
         "vgpu-manager §1.4",
-        "config.yaml:3: vgpuManager.exporter.address: expected another port than listen (:9394), "
-        'got ":9394"',
+        "config.yaml:3: vgpuManager.exporter.address: expected a port other than that of listen "
+        '(:9394), got ":9394"',
         own="version: v1\nfamilies: {vgpuManager: true}\n"
         'vgpuManager: {exporter: {address: ":9394"}}\n',
     ),
     Row(
         "vgpu-manager §1.4",
-        "config.yaml:3: vgpuManager.exporter.address: expected another port than debugListen "
-        '(127.0.0.1:9395), got ":9395"',
+        "config.yaml:3: vgpuManager.exporter.address: expected a port other than that of "
+        'debugListen (127.0.0.1:9395), got ":9395"',
         own="version: v1\nfamilies: {vgpuManager: true}\n"
         'vgpuManager: {exporter: {address: ":9395"}}\n',
     ),

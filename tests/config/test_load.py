@@ -371,19 +371,22 @@ PAIRS = [
     (
         "listen: ':9395'",
         (
-            "config.yaml:2: listen: expected another port than debugListen (127.0.0.1:9395), got "
-            '":9395"'
+            "config.yaml:2: listen: expected a port other than that of debugListen "
+            '(127.0.0.1:9395), got ":9395"'
         ),
     ),
     (
         "debugListen: '[::]:9394'",
-        'config.yaml:2: debugListen: expected another port than listen (:9394), got "[::]:9394"',
+        (
+            "config.yaml:2: debugListen: expected a port other than that of listen (:9394), got "
+            '"[::]:9394"'
+        ),
     ),
     (
         "listen: '0.0.0.0:1'\ndebugListen: '127.0.0.1:1'",
         (
-            "config.yaml:3: debugListen: expected another port than listen (0.0.0.0:1), got "
-            '"127.0.0.1:1"'
+            "config.yaml:3: debugListen: expected a port other than that of listen (0.0.0.0:1), "
+            'got "127.0.0.1:1"'
         ),
     ),
 ]

@@ -158,7 +158,7 @@ def test_every_flag_has_a_key_and_a_variable_of_its_own() -> None:
         path
         for option in options.options()
         if option.convert is None
-        for path in (option.path, *options.keys_set_with(option.path))
+        for path in (option.path, *options.keys_also_set(option.path))
     ]
 
     assert set(paths) <= set(schema.value_paths())

@@ -9,7 +9,7 @@ import pytest
 from tests.config.conftest import Load, Problems
 from vgpu_agent.config import schema
 from vgpu_agent.config.load import Contents, load
-from vgpu_agent.config.options import Option, keys_set_with, options
+from vgpu_agent.config.options import Option, keys_also_set, options
 from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 
 FILE = "version: v1\nlog:\n  level: warning\n"
@@ -119,7 +119,7 @@ def test_every_variable_reaches_its_key(load_text: Load, option: Option, variabl
     assert loaded.origins[option.path] == f"environment {variable}"
     assert {
         path for path, origin in loaded.origins.items() if origin.startswith("environment")
-    } == {option.path, *keys_set_with(option.path)}
+    } == {option.path, *keys_also_set(option.path)}
 
 
 def test_the_directory_of_plugin_sockets_says_where_the_kubelets_directory_is(
@@ -131,8 +131,8 @@ def test_the_directory_of_plugin_sockets_says_where_the_kubelets_directory_is(
         assert loaded.settings.kubelet.directory == "/data/kubelet"
     assert problems_of(flags={"--device-plugin-path": "/plugins"}) == [
         (
-            "--device-plugin-path: expected the kubelet's directory with /device-plugins behind "
-            'it, got "/plugins"'
+            "--device-plugin-path: expected the kubelet's directory, followed by /device-plugins, "
+            'got "/plugins"'
         )
     ]
 
@@ -150,8 +150,8 @@ def test_the_kubelets_socket_says_where_its_directory_is(
     )
     assert problems_of(flags={"--kubelet-socket": "/tmp/kubelet.sock"}) == [
         (
-            "--kubelet-socket: expected the kubelet's directory with /device-plugins/kubelet.sock "
-            'behind it, got "/tmp/kubelet.sock"'
+            "--kubelet-socket: expected the kubelet's directory, followed by "
+            '/device-plugins/kubelet.sock, got "/tmp/kubelet.sock"'
         )
     ]
 
@@ -221,7 +221,10 @@ def test_a_variable_of_nvidias_plugin_is_read_as_go_reads_it(
         ),
         (
             {"flags": {"--listen": ":9395"}},
-            '--listen: expected another port than debugListen (127.0.0.1:9395), got ":9395"',
+            (
+                "--listen: expected a port other than that of debugListen (127.0.0.1:9395), got "
+                '":9395"'
+            ),
         ),
     ],
 )

@@ -31,7 +31,7 @@ _NARROWEST, _USUAL, _WIDEST = 40, 80, 1000  # columns
 _BOLD = b"\033[1m"
 _POD = re.compile(r"[^/\s]+/[^/\s]+\Z")
 EXIT_STATUS = (
-    "The exit status is 0 when the agent answered, 2 when it did not or the call is wrong.\n"
+    "The exit status is 0 when the agent answered, 2 when it did not or an argument is invalid.\n"
     f"{debug_address.ENVIRONMENT} replaces the default address. Colours are for a terminal only; "
     "NO_COLOR\nswitches them off."
 )
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, timeout: bool = True) -> N
         "--output",
         choices=FORMS,
         metavar="FORM",
-        help="wide (tables with one line a row), json or yaml (default: tables that fit the "
+        help="wide (tables with one line per row), json or yaml (default: tables that fit the "
         "terminal, or 80 columns)",
     )
     debug_address.add_arguments(parser, timeout=timeout)
@@ -83,7 +83,7 @@ def add_table(
     add_arguments(parser)
 
     def run(arguments: argparse.Namespace) -> int:
-        text, _ = shown(
+        text, _ = fetch(
             debug_address.address(arguments.debug_listen),
             path,
             {},
@@ -111,7 +111,7 @@ def pod(text: str) -> str:
     return text
 
 
-def shown(
+def fetch(
     address: Address,
     path: str,
     query: Mapping[str, str],

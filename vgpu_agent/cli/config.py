@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.plugin_files import Findings
 
 # The exit status of a check of a file that was explained: the agent cannot read it.
-_EXPLAINED = 3
+_EXIT_EXPLAINED = 3
 
 _DESCRIPTION = """\
 examples:
@@ -146,7 +146,7 @@ def _explain_values(file: str, root: yaml.Node) -> int:
             problems += err.problems
     if problems:
         raise ConfigError(problems)
-    return _EXPLAINED
+    return _EXIT_EXPLAINED
 
 
 def _check_text(file: str, content: bytes | None, flags: Mapping[str, str]) -> int:

@@ -36,7 +36,7 @@ _MOUNTED_CONFIG = "/etc/vgpu-agent/config.yaml"
 # Each check; the slowest are three requests to an API server that is away.
 _CHECK_SECONDS = 20.0
 _ASK_SECONDS = 5.0  # for one answer of the running agent
-_STATUS = {Level.OK: 0, Level.WARNING: 1, Level.ERROR: 2}  # the command's exit status
+_EXIT_STATUS = {Level.OK: 0, Level.WARNING: 1, Level.ERROR: 2}
 _COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "31"}  # green, yellow, red of SGR
 _LEVEL_WIDTH, _CHECK_WIDTH = 9, 19
 # one part of a setting's path: a key, or an item of a list (`key[0]`)
@@ -103,14 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
         found.append(finding)
         if not arguments.json:
             print(_shown(finding, colour=sys.stdout.isatty()), flush=True)
-    worst = max((finding.level for finding in found), key=_STATUS.__getitem__)
+    worst = max((finding.level for finding in found), key=_EXIT_STATUS.__getitem__)
     if arguments.json:
         report = {"worst": worst, "findings": found}
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:
         print(_summary(found))
     sys.stdout.flush()
-    return _STATUS[worst]
+    return _EXIT_STATUS[worst]
 
 
 def examine(flags: Mapping[str, str], address: Address) -> Iterator[Finding]:

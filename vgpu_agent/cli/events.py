@@ -1,4 +1,4 @@
-"""``vgpu-agent events``: what happened on the node lately, and what the agent decided."""
+"""``vgpu-agent events``: what happened on the node recently, and what the agent decided."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def add_parser(subparsers: Any) -> None:
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "events",
-        help="show what happened on the node lately, and what the agent decided",
-        description="Show what happened on the node lately, and what the agent decided.",
+        help="show what happened on the node recently, and what the agent decided",
+        description="Show what happened on the node recently, and what the agent decided.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         UnreachableError: the agent cannot be reached, or another program answers.
     """
     given = {name: getattr(arguments, name) for name in _PARAMETERS}
-    text, _ = answers.shown(
+    text, _ = answers.fetch(
         debug_address.address(arguments.debug_listen),
         "/debug/events",
         {name: value for name, value in given.items() if value is not None},

@@ -50,15 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
         UnreachableError: the agent cannot be reached, or another program answers.
     """
     address = debug_address.address(arguments.debug_listen)
-    print(asked(address, arguments.pod, arguments.output, arguments.timeout))
+    print(fetch(address, arguments.pod, arguments.output, arguments.timeout))
     return 0
 
 
-def asked(address: Address, pod: str, form: str | None, timeout_seconds: float) -> str:
+def fetch(address: Address, pod: str, form: str | None, timeout_seconds: float) -> str:
     """Return the explanation of the pod, in one of `answers.FORMS`; with None as text that fits the
     terminal.
     """
-    text, _ = answers.shown(
+    text, _ = answers.fetch(
         address,
         "/debug/explain",
         {"pod": pod},

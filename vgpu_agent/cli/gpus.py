@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
   vgpu-agent gpus
   vgpu-agent gpus -o json | jq -r '.gpus[] | select(.health != "Healthy") | .uuid'
-  vgpu-agent top                             given and used, live"""
+  vgpu-agent top                             granted and used, live"""
 
 
 def add_parser(subparsers: Any) -> None:

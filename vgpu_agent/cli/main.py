@@ -21,7 +21,7 @@ from vgpu_agent.errors import AgentError, CheckFailedError, ConfigError, Unreach
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 2, 130
+FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 2, 130  # exit statuses
 
 # Commands in the order of --help. A module is imported only for its own command, so that `status`
 # does not import the agent's libraries. The simulator's commands exist only in a checkout, not in a
@@ -37,13 +37,13 @@ _COMMANDS = {
     "pods": ("vgpu_agent.cli.pods", "show which container holds which share of which GPU"),
     "events": (
         "vgpu_agent.cli.events",
-        "show what happened on the node lately, and what the agent decided",
+        "show what happened on the node recently, and what the agent decided",
     ),
     "explain": (
         "vgpu_agent.cli.explain",
         "explain why a pod does not start on this node, or what it has",
     ),
-    "top": ("vgpu_agent.cli.top", "show what of each GPU is given and used, live"),
+    "top": ("vgpu_agent.cli.top", "show live how much of each GPU is granted and used"),
     "doctor": (
         "vgpu_agent.cli.doctor",
         "check what the agent needs of this node, with a remedy for each fault",
@@ -67,7 +67,7 @@ _COMMANDS = {
     ),
     "mount-regions": (
         "vgpu_agent.cli.mount_regions",
-        "mount small file systems in memory for the files that containers write their use to",
+        "mount small file systems in memory for the files in which containers record their usage",
     ),
     "completion": (
         "vgpu_agent.cli.completion",
@@ -80,7 +80,7 @@ _COMMANDS = {
 }
 
 # These take the flags of all settings. Importing the module of one declares all settings, so that
-# `_meant` can compare a wrong flag with theirs.
+# `_suggestion` can compare a wrong flag with theirs.
 _WITH_SETTINGS = ("run", "doctor", "support-bundle", "config")
 
 _EXAMPLES = """\
@@ -94,7 +94,7 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong usage in one line."""
+    """A parser that reports wrong usage in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and leave with `USAGE`."""
@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # argparse would refer to the top help, which does not list a command's flags
         if unknown:
             _Parser(prog=f"vgpu-agent {_command(words)}".strip()).error(
-                f"unrecognized arguments: {' '.join(unknown)}{_meant(_command(words), unknown)}"
+                f"unrecognized arguments: {' '.join(unknown)}"
+                f"{_suggestion(_command(words), unknown)}"
             )
         status: int = arguments.run(arguments)
     except ConfigError as err:
@@ -151,7 +152,7 @@ def _command(words: Sequence[str]) -> str:
     return next((word for word in words if not word.startswith("-")), "")
 
 
-def _meant(command: str, unknown: Sequence[str]) -> str:
+def _suggestion(command: str, unknown: Sequence[str]) -> str:
     """Return the end of an error message that proposes the setting's flag closest to the first
     unknown one; empty when none is close.
     """
@@ -186,9 +187,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     return _with_commands(_COMMANDS, (_command(words),))
 
 
-def _with_commands(listed: Iterable[str], complete: Container[str]) -> argparse.ArgumentParser:
-    """Return the parser with the commands in ``listed``. Only those that are in ``complete``, too,
-    have their options; the others are there for the help.
+def _with_commands(listed: Iterable[str], with_options: Container[str]) -> argparse.ArgumentParser:
+    """Return the parser with the commands in ``listed``. Only those that are also in
+    ``with_options`` have their options; the others are there for the help.
     """
     parser = _Parser(
         prog="vgpu-agent",
@@ -202,7 +203,7 @@ def _with_commands(listed: Iterable[str], complete: Container[str]) -> argparse.
         module, summary = _COMMANDS[name]
         if module.startswith(_SIMULATOR) and importlib.util.find_spec(_SIMULATOR) is None:
             continue
-        if name in complete:
+        if name in with_options:
             importlib.import_module(module).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)

@@ -23,8 +23,8 @@ from vgpu_agent.runtime.region_slots import MAX_SLOTS, mount_slots, slots_direct
 
 _DESCRIPTION = """\
 Mounts slots below the host directory of each isolation backend that a family uses, such as
-hamiCore.hostDirectory. A slot is a small file system in memory for the files that one container
-writes its use to. So a container cannot fill the node's disk. Slots that are mounted already stay.
+hamiCore.hostDirectory. A slot is a small file system in memory for the files in which one container
+records its usage. So a container cannot fill the node's disk. Slots that are mounted already stay.
 Mounting takes a privileged container. The agent uses the slots that it finds.
 """
 

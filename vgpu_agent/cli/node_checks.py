@@ -580,7 +580,7 @@ def _inotify(name: str, path: Path) -> Finding:
         return _ok(name, "inotify works")
     if most < _FEW_INOTIFY_INSTANCES:
         return _warning(name, f"{most} inotify instances for each user", remedy)
-    return _ok(name, f"{most} inotify instances for each user, and one was to be had")
+    return _ok(name, f"{most} inotify instances for each user, and one was free")
 
 
 # ---- the API server

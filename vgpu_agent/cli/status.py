@@ -1,6 +1,6 @@
 """``vgpu-agent status``: the node on one page, once, again and again, or as soon as it is ready.
 
-Asked from the running agent over its debug port, so it needs nothing of the node but that port
+Fetched from the running agent over its debug port, so it needs nothing of the node but that port
 (`debug_address`). The exit status tells the state of the node.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vgpu_agent.web.address import Address
 
 _PATH = "/debug/status"
-_DEGRADED = 1
+_EXIT_DEGRADED = 1
 _ASK_SECONDS, _WAIT_SECONDS = 5.0, 60.0
 _WATCH_SECONDS, _POLL_SECONDS = 2.0, 0.5
 # argument of --wait → the states of the node that satisfy it
@@ -29,7 +29,7 @@ _WAITED_FOR = {"ready": (HEALTHY, DEGRADED), "healthy": (HEALTHY,)}
 _CLEAR = "\033[H\033[2J\033[3J"  # clears a terminal, with the lines above
 _EXAMPLES = f"""examples:
   vgpu-agent status                                  the agent of this node
-  vgpu-agent status -o wide                          one line a row, however long
+  vgpu-agent status -o wide                          one line per row, untruncated
   vgpu-agent status -o json | jq '.pods[].pod'       for scripts
   vgpu-agent status --watch 5                        again every five seconds
   vgpu-agent status --wait ready --timeout 120       return once it is ready
@@ -38,7 +38,7 @@ _EXAMPLES = f"""examples:
 exit status:
   0  ready, and no problem is known
   1  degraded: not ready, or a problem is known
-  2  the agent cannot be reached, or the call is wrong
+  2  the agent cannot be reached, or the arguments are invalid
 With --wait: 0 once the state is reached, 1 when it is not in time.
 With --pod: 0 when the agent answered.
 
@@ -104,22 +104,22 @@ def run(arguments: argparse.Namespace) -> int:
     address = debug_address.address(arguments.debug_listen)
     timeout_seconds = arguments.timeout or (_WAIT_SECONDS if arguments.wait else _ASK_SECONDS)
     if arguments.pod:
-        print(explain.asked(address, arguments.pod, arguments.output, timeout_seconds))
+        print(explain.fetch(address, arguments.pod, arguments.output, timeout_seconds))
         return 0
     if arguments.watch:
         return _watch(address, arguments.output, timeout_seconds, arguments.watch)
     if arguments.wait:
         return _wait(address, arguments.output, timeout_seconds, arguments.wait)
-    text, state = _asked(address, arguments.output, timeout_seconds)
+    text, state = _fetch(address, arguments.output, timeout_seconds)
     print(text)
-    return _DEGRADED if state in {DEGRADED, NOT_READY} else 0
+    return _EXIT_DEGRADED if state in {DEGRADED, NOT_READY} else 0
 
 
-def _asked(address: Address, form: str | None, timeout_seconds: float) -> tuple[str, str]:
+def _fetch(address: Address, form: str | None, timeout_seconds: float) -> tuple[str, str]:
     """Return the overview in the ``form`` that -o names (None: as text), and the node's state."""
     # `{}`: no further query parameters; by the last two the agent's answer is recognised, as JSON
     # and as text
-    return answers.shown(address, _PATH, {}, form, timeout_seconds, key="node", beginning="node ")
+    return answers.fetch(address, _PATH, {}, form, timeout_seconds, key="node", beginning="node ")
 
 
 def _watch(
@@ -128,7 +128,7 @@ def _watch(
     """Print the overview until Ctrl-C. On a terminal each one replaces the one before."""
     while True:
         try:
-            text, _ = _asked(address, form, timeout_seconds)
+            text, _ = _fetch(address, form, timeout_seconds)
         except UnreachableError as err:  # it may come back
             text = f"vgpu-agent: {err}"
         if sys.stdout.isatty():
@@ -146,7 +146,7 @@ def _wait(address: Address, form: str | None, timeout_seconds: float, wanted: st
         left = end - time.monotonic()
         over = left <= _POLL_SECONDS
         try:
-            text, state = _asked(address, form, min(_ASK_SECONDS, max(left, _POLL_SECONDS)))
+            text, state = _fetch(address, form, min(_ASK_SECONDS, max(left, _POLL_SECONDS)))
         except UnreachableError:
             if over:
                 raise
@@ -157,5 +157,5 @@ def _wait(address: Address, form: str | None, timeout_seconds: float, wanted: st
             if over:
                 print(text, flush=True)
                 print(f"vgpu-agent: not {wanted} within {timeout_seconds:g} s", file=sys.stderr)
-                return _DEGRADED
+                return _EXIT_DEGRADED
         time.sleep(_POLL_SECONDS)

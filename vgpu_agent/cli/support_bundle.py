@@ -69,8 +69,8 @@ _EXAMPLES = """examples:
   kubectl -n vgpu-agent exec AGENT -- vgpu-agent support-bundle --output - > report.tar.gz
   kubectl vgpu bundle                                    of all nodes, with the agents' logs
 
-The manifest that is printed lists the parts, and those that could not be had. It is part of the
-archive. The exit status is 0 when the archive was written."""
+The manifest that is printed lists the parts, and those that could not be collected. It is part
+of the archive. The exit status is 0 when the archive was written."""
 
 # Labels of metrics, and keys of log lines in JSON, whose values are names.
 _LABELS = re.compile(
@@ -92,8 +92,8 @@ class Part:
 
     Attributes:
         name: its path in the archive.
-        content: its content; None when it could not be had.
-        note: why it could not be had, or that it was cut; empty for neither.
+        content: its content; None when it could not be collected.
+        note: why it could not be collected, or that it was cut; empty for neither.
         seconds: how long it took to collect it.
     """
 
@@ -123,7 +123,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--hide-names",
         action="store_true",
-        help="replace the names of pods and namespaces by numbered ones",
+        help="replace the names of pods and namespaces with numbered ones",
     )
     parser.add_argument(
         "--log",
@@ -162,8 +162,8 @@ def run(arguments: argparse.Namespace) -> int:
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     path = output or f"vgpu-agent-{os.uname().nodename.lower()}-{moment}.tar.gz"
     try:
-        # It has the names of tenants, so it is for its owner alone; a file that exists is replaced
-        # only where it was named.
+        # The archive has the names of tenants, so it is for its owner alone; a file that exists is
+        # replaced only where it was named.
         flag = os.O_TRUNC if output else os.O_EXCL
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o600)
         with open(descriptor, "wb") as file:
@@ -418,7 +418,7 @@ def _cdi_specs(settings: Settings, collect: Callable[..., Part]) -> Iterator[Par
 class Names:
     """Names of pods and namespaces, with the numbered names that replace them.
 
-    State: the names that were found in the parts, which only grow.
+    State: the names that were found in the parts; names are only added.
     """
 
     def __init__(self) -> None:

@@ -147,7 +147,7 @@ def add_parser(subparsers: Any) -> None:
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "top",
-        help="show what of each GPU is given and used, live",
+        help="show live how much of each GPU is granted and used",
         description="Show what of each GPU is given to pods, and what of it is in use.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
         UnreachableError: the agent cannot be reached at the start, or another program answers.
     """
     address = debug_address.address(arguments.debug_listen)
-    node = _asked(address, arguments.timeout)
+    node = _fetch(address, arguments.timeout)
     if arguments.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
         columns, _ = shutil.get_terminal_size(_NO_TERMINAL)
         width = max(columns, _NARROWEST) if sys.stdout.isatty() else None
@@ -185,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(address: Address, timeout_seconds: float) -> Node:
+def _fetch(address: Address, timeout_seconds: float) -> Node:
     body = debug_address.fetch(address, _PATH, timeout_seconds)
     try:
         return msgspec.json.decode(body, type=Node)
@@ -372,7 +372,7 @@ def _live(node: Node, address: Address, timeout_seconds: float, interval_seconds
             if pressed:
                 continue
             try:
-                node, trouble = _asked(address, timeout_seconds), ""
+                node, trouble = _fetch(address, timeout_seconds), ""
             except UnreachableError as err:
                 trouble = str(err)  # the last answer stays, and the agent may come back
 

@@ -1,4 +1,4 @@
-"""``vgpu-agent why``: why a pod does not start, or where it is, asked from the scheduler extender.
+"""``vgpu-agent why``: why a pod does not start, or where it is, as the scheduler extender tells.
 
 It needs nothing but the extender's port, so it works inside the extender's pod and through a port
 forward. Like ``status`` it uses plain http.client: no proxy from the environment, and no library
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = "VGPU_AGENT_SCHEDULER"
 _DEFAULT = "http://127.0.0.1:3456"
 _POD = re.compile(r"[^/\s]+/[^/\s]+\Z")
-_FAILED = 1  # exit status
+_EXIT_FAILED = 1
 _LONGEST_BODY_BYTES = 64 * 1024 * 1024
 _EXAMPLES = f"""examples:
   kubectl -n vgpu-agent port-forward deploy/vgpu-scheduler 3456 &
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         else page.explanation(found).rstrip("\n")
     )
     # `UNKNOWN`: the extender knows no such pod
-    return _FAILED if found.situation == Situation.UNKNOWN.value else 0
+    return _EXIT_FAILED if found.situation == Situation.UNKNOWN.value else 0
 
 
 def _url(flag: str | None) -> urllib.parse.SplitResult:

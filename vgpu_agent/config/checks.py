@@ -1,8 +1,8 @@
 """Rules that tie several settings together, or that need more than a type: pairs, addresses, XID
 lists, and those of each family.
 
-`reading` and `load` call them after every value has been accepted by itself. They use dotted paths
-and do not depend on files and flags.
+The modules `reading` and `load` call them after every value has been accepted by itself. They use
+dotted paths and do not depend on files and flags.
 """
 
 from __future__ import annotations
@@ -43,8 +43,14 @@ def same_port(one: tuple[str, str], other: tuple[str, str]) -> Iterator[Conflict
     if _collide(one[1], other[1]):
         yield Conflict(
             tuple(
-                (path, f"expected another port than {beside} ({taken}), got {shown(address)}")
-                for (path, address), (beside, taken) in ((one, other), (other, one))
+                (
+                    path,
+                    (
+                        f"expected a port other than that of {other_path} ({other_address}), got "
+                        f"{shown(address)}"
+                    ),
+                )
+                for (path, address), (other_path, other_address) in ((one, other), (other, one))
             )
         )
 

@@ -83,7 +83,7 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         str,
         Meta(
             pattern=_ANNOTATION_PREFIX,
-            extra={"expected": "a DNS name with a slash behind it"},
+            extra={"expected": "a DNS name followed by a slash"},
             description=(
                 "Prefix of the name of the annotation that the strategy cdi-annotations adds; "
                 "runtimes look for the default prefix."

@@ -45,7 +45,7 @@ def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list
 
 def in_force(running: Section, new: Section, prefix: str = "") -> Section:
     """The settings that a running agent follows: those of its start, with what takes effect at once
-    from ``new``. ``prefix`` is the key path of this section with a dot behind it; empty for the
+    from ``new``. ``prefix`` is the key path of this section, followed by a dot; empty for the
     whole configuration.
     """
     taken: dict[str, Any] = {}

@@ -99,7 +99,7 @@ def _other_sources(path: str) -> str:
     names = [
         name
         for option in options.options()
-        if path in (option.path, *options.keys_set_with(option.path))
+        if path in (option.path, *options.keys_also_set(option.path))
         for name in (*option.flags, *option.variables)
     ]
     return f" ({', '.join(names)}){live}" if names else live

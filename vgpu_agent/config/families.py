@@ -98,9 +98,11 @@ class FamilySettings(msgspec.Struct, frozen=True):
             now.
         live_paths: beginnings of the paths of settings whose changes a running agent follows.
         options: its own flags and environment variables.
-        follows: key of its own → a key of another section: the flag, the environment variable, and
-            the field of the NVIDIA plugin's file that set that key set its own as well.
-        follows_flags: the same, except that the field of NVIDIA's file does not.
+        also_set_by: key of its own → a key of another section: the flag, the environment variable
+            and the field of the NVIDIA plugin's file for that key also set its own.
+        also_set_by_options: the same, except that the field of NVIDIA's file does not: e.g.
+            ``--mig-strategy``, for ``plugin.migStrategy``, also sets vgpu-manager's
+            ``vgpuManager.migStrategy``.
         ignored_variables: variables of the replaced plugin that are not followed.
         ignored_flags: flags of the replaced plugin that are accepted and not followed.
         conflicts: the rules that the settings break, whether it is on or off. An agent does not
@@ -127,8 +129,8 @@ class FamilySettings(msgspec.Struct, frozen=True):
     former_keys: Mapping[str, str] = msgspec.field(default_factory=dict)
     live_paths: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
-    follows: Mapping[str, str] = msgspec.field(default_factory=dict)
-    follows_flags: Mapping[str, str] = msgspec.field(default_factory=dict)
+    also_set_by: Mapping[str, str] = msgspec.field(default_factory=dict)
+    also_set_by_options: Mapping[str, str] = msgspec.field(default_factory=dict)
     ignored_variables: tuple[ForeignVariable, ...] = ()
     ignored_flags: tuple[ForeignFlag, ...] = ()
     conflicts: Callable[[Settings], Iterable[Conflict]] = _no_conflicts

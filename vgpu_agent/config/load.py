@@ -143,7 +143,7 @@ def log_format(flags: Mapping[str, str], environment: Mapping[str, str]) -> str:
 
 
 def load_sources(sources: Sources) -> Loaded:
-    """Do as `load`, for sources that were put together before. Blocks.
+    """Load like `load`, but from sources that were put together before. Blocks.
 
     Raises:
         ConfigError: as for `load`.
@@ -152,8 +152,8 @@ def load_sources(sources: Sources) -> Loaded:
 
 
 def load_text(sources: Sources, own: bytes | None) -> Loaded:
-    """Do as `load_sources`, with the content of our file already read (None without one); it is
-    called ``sources.file`` in messages.
+    """Load like `load_sources`, but with the content of our file already read (None without one),
+    which messages call ``sources.file``.
 
     Raises:
         ConfigError: as for `load`.
@@ -164,13 +164,14 @@ def load_text(sources: Sources, own: bytes | None) -> Loaded:
 
 
 def load_contents(sources: Sources, contents: Contents) -> Loaded:
-    """Do as `load`, with everything already read.
+    """Load like `load`, but with everything already read.
 
     Raises:
         ConfigError: as for `load`.
     """
     reading = Reading()  # takes one source after the other; a later one replaces earlier values
     root, faults = (None, []) if contents.own is None else yaml.read(contents.own)
+    # the plugin's configuration ("document"): a file of its own, or a section of our file
     file, document = _nvidia_document(sources, contents, root)
     reading.add_plugin_document(file, document)
     if contents.own is not None and sources.file is not None:
@@ -182,7 +183,7 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
     reading.derive_from_simulate()
     settings = reading.finish()
     document_warnings = [
-        # behind the line: the key, which may be empty, and the sentence
+        # after the line number: the key, which may be empty, and the sentence
         f"{file}:{warning.line}: " + ": ".join(filter(None, warning[1:]))
         for warning in document.warnings
     ]
@@ -256,12 +257,12 @@ def _nvidia_document(
         found = declared.translate_file(contents.nvidia)
         if section is None:
             return contents.nvidia_file, found
-        text = (
+        problem = (
             f"is not read, because {sources.file}:{section.line} has a configuration of that "
             f"plugin as {declared.section}; keep one of them"
         )
         return contents.nvidia_file, msgspec.structs.replace(
-            found, faults=(*found.faults, yaml.Fault(1, "", text))
+            found, faults=(*found.faults, yaml.Fault(line=1, path="", text=problem))
         )
     if section is None or sources.file is None:
         return "", Translation()

@@ -48,7 +48,7 @@ def texts(file: str, root: yaml.Node) -> Mapping[str, str]:
             found[shown_key(key)] = node.value
         else:
             problems.append(
-                f"{file}:{node.line}: data.{shown_key(key)}: expected a text; write | behind the "
+                f"{file}:{node.line}: data.{shown_key(key)}: expected a text; write | after the "
                 "key and indent the text below it"
             )
     if problems:

@@ -109,18 +109,18 @@ _OPTIONS: tuple[Option, ...] = (
         "--kubelet-socket",
         "KUBELET_SOCKET",
         "SOCKET",
-        "the kubelet's registration socket, as NVIDIA's plugin calls for it",
+        "the kubelet's registration socket: NVIDIA's form of --kubelet-dir",
         convert=_kubelet_directory,
-        expected="the kubelet's directory with /device-plugins/kubelet.sock behind it",
+        expected="the kubelet's directory, followed by /device-plugins/kubelet.sock",
     ),
     Option(
         "kubelet.directory",
         "--device-plugin-path",
         "VGPU_AGENT_DEVICE_PLUGIN_PATH",
         "DIR",
-        "the kubelet's directory for plugin sockets, as some plugins call for it",
+        "the kubelet's directory for plugin sockets: some plugins' form of --kubelet-dir",
         convert=_above_plugin_directory,
-        expected=f"the kubelet's directory with {_PLUGIN_DIRECTORY} behind it",
+        expected=f"the kubelet's directory, followed by {_PLUGIN_DIRECTORY}",
     ),
     Option(
         "kubelet.directory",
@@ -309,18 +309,19 @@ def options() -> tuple[Option, ...]:
     return (*_OPTIONS, *(option for family in families.DECLARED for option in family.options))
 
 
-def keys_set_with(path: str, *, in_file: bool = False) -> tuple[str, ...]:
-    """List the keys of families that take the value of an option for the key ``path`` as well;
-    with ``in_file`` those that take that of the corresponding key in NVIDIA's file.
+def keys_also_set(path: str, *, in_file: bool = False) -> tuple[str, ...]:
+    """List the keys of families that the options of the key ``path`` also set; with ``in_file``,
+    those that its field in NVIDIA's file also sets. E.g. ``--mig-strategy``, of
+    ``plugin.migStrategy``, also sets ``vgpuManager.migStrategy``.
     """
     return tuple(
         key
         for family in families.DECLARED
-        for key, followed in (
-            *family.follows.items(),
-            *(() if in_file else family.follows_flags.items()),
+        for key, setter in (
+            *family.also_set_by.items(),
+            *(() if in_file else family.also_set_by_options.items()),
         )
-        if followed == path
+        if setter == path
     )
 
 

@@ -76,7 +76,7 @@ class Problems:
 
 
 def shown(value: Any) -> str:
-    """``value`` as in the file, for the end of "got …": one printable line, shortened."""
+    """Return ``value`` for messages ("got …"): as in the file, in one printable line, shortened."""
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list):
@@ -89,7 +89,7 @@ def shown(value: Any) -> str:
 
 
 def shown_list(value: Any) -> str:
-    """Do as `shown`, but show a list of plain values with its values, for a key that takes
+    """Show ``value`` like `shown`, but a list of plain values with its values, for a key that takes
     lists.
     """
     if isinstance(value, list) and all(
@@ -100,7 +100,7 @@ def shown_list(value: Any) -> str:
 
 
 def shown_key(key: str) -> str:
-    """``key`` as a part of a dotted path, in quotes when it would be mistaken for something
+    """Return ``key`` as a part of a dotted path, in quotes when it would be mistaken for something
     else.
     """
     return key if len(key) <= _LONGEST_VALUE and _PLAIN_KEY.match(key) else f'"{_printable(key)}"'

@@ -428,8 +428,8 @@ class Reading:
             self._refuse(option.path, place, f"expected {option.expected}, got {shown(text)}")
             return
         self._refused.discard(option.path)
-        # an option may set further keys, those that follow its own
-        for path in (option.path, *options.keys_set_with(option.path)):
+        # an option may also set keys of families
+        for path in (option.path, *options.keys_also_set(option.path)):
             if option.path not in self._refused:  # otherwise the error is already reported
                 self._add_text(path, value, place)
 

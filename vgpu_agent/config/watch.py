@@ -1,4 +1,4 @@
-"""The watch over the content of the configuration files while the agent runs: ours, and the one of
+"""Watching the content of the configuration files while the agent runs: ours, and the one of
 NVIDIA's plugin.
 
 `agent` iterates over `changes` in a task of its own and puts new settings in force. For an unusable
@@ -47,25 +47,25 @@ async def changes(
         sources: None where the files are always the same ones. Otherwise it returns the current
             sources (flags, environment variables, our file's name) before each reading of the
             files: a label may choose another configuration file of NVIDIA's plugin, whose name is
-            then in `load.Sources.flags`. Other flags than before are a change even if the content
-            is the same.
+            then in `load.Sources.flags`. Different flags count as a change even if the content is
+            the same.
     """
-    look = _Look(loaded)
-    if sources is None and not look.has_files:
+    files = _FileReader(loaded)
+    if sources is None and not files.has_files:
         return
     seen, seen_sources = loaded.contents.digest, loaded.sources
     while True:
         await asyncio.sleep(interval_seconds)
         if sources is not None:
-            look.sources = await sources()
-        found = await look.read_until_stable(seen, interval_seconds * _SETTLE_PART)
-        if (mark := _mark(found)) != seen or look.sources != seen_sources:
-            seen, seen_sources = mark, look.sources
-            yield await _loaded(look.sources, found)
+            files.sources = await sources()
+        found = await files.read_until_stable(seen, interval_seconds * _SETTLE_PART)
+        if (fingerprint := _fingerprint(found)) != seen or files.sources != seen_sources:
+            seen, seen_sources = fingerprint, files.sources
+            yield await _loaded(files.sources, found)
 
 
-class _Look:
-    """The repeated reading of the files.
+class _FileReader:
+    """The reader of the files, which reads them again and again.
 
     State: the last content of each file, which counts while the file is missing.
     """
@@ -73,10 +73,10 @@ class _Look:
     def __init__(self, loaded: load.Loaded) -> None:
         self.sources = loaded.sources
         self._last = loaded.contents
-        # the file of NVIDIA's plugin, and the sources and the content of our file that name it
+        # the sources and the content of our file that name `_nvidia_file`
         self._nvidia_file_for: tuple[load.Sources, bytes | None] | None = None
-        self._nvidia_file = ""
-        self._changes = log.ChangeFilter()  # has each missing file logged once, until it is back
+        self._nvidia_file = ""  # the file of NVIDIA's plugin; empty for none
+        self._missing_logged = log.ChangeFilter()  # the missing files, until they are back
 
     @property
     def has_files(self) -> bool:
@@ -84,14 +84,14 @@ class _Look:
         return self.sources.file is not None or bool(self._last.nvidia_file)
 
     async def read_until_stable(self, seen: str, pause_seconds: float) -> Found:
-        """Read the files until two readings in a row agree, or one has the mark ``seen``, a text
-        that stands for its content or error (`_mark`).
+        """Read the files until two readings in a row agree, or one has the fingerprint ``seen``
+        (`_fingerprint`).
         """
         found = await asyncio.to_thread(self._read)
-        while _mark(found) != seen:
+        while _fingerprint(found) != seen:
             await asyncio.sleep(pause_seconds)
             again = await asyncio.to_thread(self._read)
-            if _mark(again) == _mark(found):
+            if _fingerprint(again) == _fingerprint(found):
                 break
             found = again
         if isinstance(found, load.Contents):
@@ -130,10 +130,10 @@ class _Look:
         except ConfigError as err:
             if before is None or not isinstance(err.__cause__, FileNotFoundError):
                 raise
-            if self._changes.is_new(file):
+            if self._missing_logged.is_new(file):
                 _logger.warning("config.missing", file=file, in_force="the previous settings")
             return before
-        if self._changes.forget(file):
+        if self._missing_logged.forget(file):
             _logger.info("config.found", file=file)
         return content
 
@@ -147,6 +147,6 @@ async def _loaded(sources: load.Sources, found: Found) -> load.Loaded | ConfigEr
         return err
 
 
-def _mark(found: Found) -> str:
+def _fingerprint(found: Found) -> str:
     """Return a text that is the same for readings of the same content or with the same error."""
     return found.digest if isinstance(found, load.Contents) else str(found)

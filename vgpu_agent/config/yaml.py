@@ -84,7 +84,7 @@ class _Open(msgspec.Struct):
 
 
 def read(content: bytes) -> tuple[Node | None, list[Fault]]:
-    """Do as `parse`, for the content of a file, which must be UTF-8."""
+    """Parse like `parse`, but the content of a file, which must be UTF-8."""
     try:
         return parse(content.decode("utf-8-sig"))
     except UnicodeDecodeError as err:

@@ -17,7 +17,7 @@ from vgpu_agent.sim.state import SimulatedNode
 # nvmlComputeMode_t
 COMPUTE_MODES = {"DEFAULT": 0, "PROHIBITED": 2, "EXCLUSIVE_PROCESS": 3}
 
-_NO_DEVICE = 6  # its exit status for a GPU that is not there
+_EXIT_NO_DEVICE = 6  # for a GPU that is not there
 
 
 def main(arguments: list[str], directory: str, node: str) -> int:
@@ -41,7 +41,7 @@ def _set(directory: Path, gpu: str, mode: str) -> int:
         number = node.gpu_number(gpu)
     except SimulationError:
         sys.stdout.write("No devices were found\n")
-        return _NO_DEVICE
+        return _EXIT_NO_DEVICE
     with node.writing():
         node.state.gpus[number].compute_mode = COMPUTE_MODES[mode]
     sys.stdout.write(

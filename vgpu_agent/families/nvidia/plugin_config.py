@@ -125,7 +125,7 @@ class _Translator:
     def translate(self, root: yaml.Node) -> Translation:
         """Translate the whole document."""
         if root.value is not None and not isinstance(root.value, dict):
-            # behind ``nvidiaConfig: |``, the whole section is one text
+            # after ``nvidiaConfig: |``, the whole section is one text
             block = (
                 f"; remove the text after {SECTION}:"
                 if self._prefix and isinstance(root.value, str)
@@ -201,7 +201,7 @@ class _Translator:
         elif key.is_switch and isinstance(node.value, str):
             node = yaml.Node(_YAML_BOOLEANS.get(node.value, node.value), node.line)
         # Some keys of other families have the same source in NVIDIA's file, and are set with it.
-        for ours in (_OUR_KEYS[path], *options.keys_set_with(_OUR_KEYS[path], in_file=True)):
+        for ours in (_OUR_KEYS[path], *options.keys_also_set(_OUR_KEYS[path], in_file=True)):
             self._put(ours, path, node)
 
     def _translate_items(self, path: str, items: schema.Struct, node: yaml.Node) -> yaml.Node:
@@ -235,7 +235,7 @@ class _Translator:
     def _warn_of_applied_keys(self, path: str, members: Mapping[str, yaml.Node]) -> None:
         """Warn of keys that NVIDIA's plugin replaces with its defaults and the agent applies.
 
-        With them, the same file may give other resource names than before.
+        With them, the same file may give different resource names.
         """
         warning = (
             "NVIDIA's plugin ignores this and the agent applies it; remove it to keep the "

@@ -177,8 +177,8 @@ class SharedResource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
                 "complete_name": completed_resource_name,
             },
             description=(
-                "The name under which the shared devices are offered. Empty: the name, with "
-                "`.shared` behind it where renameByDefault says so."
+                "The name under which the shared devices are offered. Empty: the name, "
+                "followed by `.shared` where renameByDefault says so."
             ),
         ),
     ] = ""

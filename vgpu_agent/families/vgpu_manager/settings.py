@@ -380,7 +380,7 @@ SETTINGS = FamilySettings(
         _own("exporter.keyFile", "--tls-key-file", "FILE", "its private key"),
     ),
     # the flag and the variable of the second key set the first one, too
-    follows_flags={f"{SECTION}.migStrategy": "plugin.migStrategy"},
+    also_set_by_options={f"{SECTION}.migStrategy": "plugin.migStrategy"},
     # Variables and flags that are accepted and not followed. A flag's third text is the value with
     # which it asks for nothing.
     ignored_variables=(ForeignVariable("CGROUP_DRIVER", _nothing_in_force, _FINDS_CGROUP),),

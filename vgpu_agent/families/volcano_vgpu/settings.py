@@ -322,7 +322,7 @@ SETTINGS = FamilySettings(
     ),
     # This plugin and NVIDIA's read the same variables, with different defaults: a flag, a
     # variable or NVIDIA's file that sets the second key sets the first one, too.
-    follows={f"volcanoVgpu.{mode}Enabled": f"plugin.{mode}Enabled" for mode in DEVICE_MODES},
+    also_set_by={f"volcanoVgpu.{mode}Enabled": f"plugin.{mode}Enabled" for mode in DEVICE_MODES},
     # not followed; it is reported where it differs from the value in force, which `_hook_path`
     # returns, and only with HAMi-core (`concerns`), whose directory on the host it would set
     ignored_variables=(

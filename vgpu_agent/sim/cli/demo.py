@@ -48,7 +48,7 @@ _PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that the READ
 # signals that end the demo, besides Ctrl-C
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 # exit status when the demo is ended from outside before its last scene
-_ENDED = 128 + signal.SIGTERM
+_EXIT_TERMINATED = 128 + signal.SIGTERM
 
 _CONFIG = f"""\
 version: v1
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         return asyncio.run(_Demo(directory, check=arguments.check).play())
     except asyncio.CancelledError:
-        return _ENDED
+        return _EXIT_TERMINATED
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
