@@ -234,7 +234,7 @@ def list_size_bytes(ids: Iterable[DeviceId]) -> int:
     )
 
 
-def too_long(size_bytes: int) -> str:
+def why_too_long(size_bytes: int) -> str:
     """Explain by how much a device list of that size exceeds a message, as the end of a sentence
     about its ids; empty when it fits.
     """

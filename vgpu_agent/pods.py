@@ -301,16 +301,16 @@ class Pod(msgspec.Struct, frozen=True):
         return MIRROR_POD in self.annotations
 
     @property
-    def claimed_uid(self) -> str:
-        """The static pod that this one claims to mirror, by the kubelet's UID;
-        empty without a plausible claim.
+    def alleged_static_uid(self) -> str:
+        """The static pod that this one says it mirrors, by the kubelet's UID;
+        empty without a plausible UID.
 
         Every user who may create pods can write that annotation, so it counts only together with
         something that the kubelet has written. A UID as the API server makes them is never a static
         pod's.
         """
-        claimed = self.annotations.get(STATIC_POD_HASH, "") if self.mirror else ""
-        return claimed if is_uid(claimed) and not _API_SERVER_UID.fullmatch(claimed) else ""
+        alleged = self.annotations.get(STATIC_POD_HASH, "") if self.mirror else ""
+        return alleged if is_uid(alleged) and not _API_SERVER_UID.fullmatch(alleged) else ""
 
     def as_static(self, uid: str) -> Pod:
         """Return this pod as the confirmed mirror of the static pod with the kubelet's ``uid``."""
@@ -413,7 +413,7 @@ class PodCache:
         ]
         last = max(found, key=lambda pod: pod.bound, default=None)
         return (
-            self._confirmed_mirrors().get(last.claimed_uid, last)
+            self._confirmed_mirrors().get(last.alleged_static_uid, last)
             if last is not None and last.mirror
             else last
         )
@@ -445,7 +445,7 @@ class PodCache:
         pod = self.named(namespace, name)
         return (
             pod.as_static(kubelet_uid)
-            if pod and pod.claimed_uid == kubelet_uid and kubelet_uid not in self._pods
+            if pod and pod.alleged_static_uid == kubelet_uid and kubelet_uid not in self._pods
             else None
         )
 
@@ -453,7 +453,9 @@ class PodCache:
         """Tell whether this is the only pod seen under its name. Otherwise the kubelet may still
         have another one, which was deleted by force.
         """
-        return self._uids.get((pod.namespace, pod.name), set()) <= {pod.claimed_uid or pod.uid}
+        return self._uids.get((pod.namespace, pod.name), set()) <= {
+            pod.alleged_static_uid or pod.uid
+        }
 
     def replace(self, pods: Iterable[Pod]) -> None:
         """Replace all pods by a complete list: pods that are not in it are gone.
@@ -469,7 +471,7 @@ class PodCache:
         before = self._pods
         self._pods, self._by_name, self._sizes, self._bytes = {}, {}, {}, 0
         self._left_out_uids = {
-            uid: claimed for uid, claimed in self._left_out_uids.items() if uid not in listed
+            uid: static_uid for uid, static_uid in self._left_out_uids.items() if uid not in listed
         }
         for pod in self.fitting(listed.values()):
             self._keep(self._placed(pod))
@@ -502,7 +504,7 @@ class PodCache:
         if pod.uid not in self._pods:
             self._bound.pop(pod.uid, None)
             return
-        mirror = self._confirmed_mirrors().get(pod.claimed_uid)
+        mirror = self._confirmed_mirrors().get(pod.alleged_static_uid)
         static_uid = mirror.static_uid if mirror is not None and mirror.uid == pod.uid else ""
         now, placed = self._clock(), self._placed(pod).as_static(static_uid)
         self._drop(pod.uid)
@@ -578,8 +580,8 @@ class PodCache:
         self.left_out += len(pods)
         for pod in pods:
             self._left_out_uids.pop(pod.uid, None)
-            # without a status by the kubelet, any user may have written the claim
-            self._left_out_uids[pod.uid] = pod.claimed_uid if pod.reported else ""
+            # without a status by the kubelet, any user may have written the annotation
+            self._left_out_uids[pod.uid] = pod.alleged_static_uid if pod.reported else ""
             if len(self._left_out_uids) > _MAX_NAMES:
                 del self._left_out_uids[next(iter(self._left_out_uids))]
 
@@ -615,7 +617,7 @@ class PodCache:
         name = (pod.namespace, pod.name)
         of_name = self._uids.setdefault(name, set())
         if len(of_name) < _MAX_OF_A_NAME:
-            of_name.add(pod.claimed_uid or pod.uid)
+            of_name.add(pod.alleged_static_uid or pod.uid)
         self._uids.move_to_end(name)
         if len(self._uids) > _MAX_NAMES:
             self._uids.popitem(last=False)
@@ -629,13 +631,15 @@ class PodCache:
         if self._static is None:
             found: dict[str, Pod] = {}
             for pod in self._pods.values():
-                claimed = pod.claimed_uid if pod.reported and MIRROR_POD in pod.annotations else ""
-                if claimed and claimed not in self._pods:
-                    # A mirror pod that was created again has the same hash and another UID of the
-                    # API server's. Both may be there for a moment.
-                    known = found.get(claimed)
+                alleged = (
+                    pod.alleged_static_uid if pod.reported and MIRROR_POD in pod.annotations else ""
+                )
+                if alleged and alleged not in self._pods:
+                    # A recreated mirror pod has the same hash and a new API-server UID. Both may be
+                    # there for a moment.
+                    known = found.get(alleged)
                     if known is None or known.bound < pod.bound:
-                        found[claimed] = pod.as_static(claimed)
+                        found[alleged] = pod.as_static(alleged)
             # The same object as long as nothing about it has changed, because what was computed
             # from a pod is kept as long as its object is the same (`allocation.desired_state`).
             before = self._static_before

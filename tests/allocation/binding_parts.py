@@ -90,7 +90,7 @@ class NumberFamily:
             )
         return found
 
-    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+    def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         texts = {
             container.name: pod.annotations.get(f"example.com/{container.name}")
             for container in pod.containers

@@ -32,7 +32,7 @@ from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.model import Gpu, Inventory, MigInstance
-from vgpu_agent.placement.mixing import Neighbours
+from vgpu_agent.placement.mixing import GpuUses
 
 GPUS = tuple(
     f"GPU-{letter * 8}-0000-4000-8000-00000000000{place}" for place, letter in enumerate("abcd")
@@ -226,8 +226,8 @@ def test_an_instance_is_taken_of_a_gpu_that_serves_the_family(
     used, wanted = (
         frozenset(CARDS_40GB[place] for place in places) for places in (serving, others)
     )
-    around = Neighbours(frozenset(CARDS_40GB), used, wanted)
-    (share,) = mig_family().decide(msgspec.structs.replace(asked, neighbours=around)).shares
+    around = GpuUses(frozenset(CARDS_40GB), used, wanted)
+    (share,) = mig_family().decide(msgspec.structs.replace(asked, gpu_uses=around)).shares
     assert share.device == f"MIG-{CARDS_40GB[expected][-1]}-3"
 
 

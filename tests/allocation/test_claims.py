@@ -388,13 +388,13 @@ def test_nothing_is_asked_again_while_nothing_has_changed(
     names = [node.bind(VGPU_LIMITS, vgpu_on(U0)) for _ in range(5)]
     asked: list[str] = []
     family = node.families.pod_families[0]
-    before = family.named
+    before = family.named_gpus
 
-    def named(pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+    def named_gpus(pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         asked.append(pod.name)
         return before(pod, inventory)
 
-    monkeypatch.setattr(family, "named", named)
+    monkeypatch.setattr(family, "named_gpus", named_gpus)
     for _ in range(10):
         node.allocator.refresh_claims()
     assert asked == []
@@ -411,12 +411,12 @@ def test_the_annotations_of_pods_that_run_are_not_read(
     name = node.bind(VGPU_LIMITS, vgpu_on(U0))
     asked: list[str] = []
 
-    def named(pod: Pod, _: Inventory) -> Mapping[str, tuple[str, ...]]:
+    def named_gpus(pod: Pod, _: Inventory) -> Mapping[str, tuple[str, ...]]:
         asked.append(pod.name)
         return {}
 
     for family in node.families.pod_families:
-        monkeypatch.setattr(family, "named", named)
+        monkeypatch.setattr(family, "named_gpus", named_gpus)
     node.put(name, containers=(PodContainer("main", limits=VGPU_LIMITS, started=True),))
     node.put(name, phase="Running")
     assert asked == []

@@ -162,8 +162,8 @@ def test_a_mirror_pod_claims_the_hash_of_its_file() -> None:
     until something else does.
     """
     pod = decode.pod(_pod(annotations={MIRROR_POD: "h1", STATIC_POD_HASH: "h1"}))
-    assert (pod.uid, pod.kubelet_uid, pod.claimed_uid) == ("u1", "u1", "h1")
-    assert decode.pod(_pod(annotations={STATIC_POD_HASH: "h1"})).claimed_uid == ""
+    assert (pod.uid, pod.kubelet_uid, pod.alleged_static_uid) == ("u1", "u1", "h1")
+    assert decode.pod(_pod(annotations={STATIC_POD_HASH: "h1"})).alleged_static_uid == ""
 
 
 def test_a_pod_is_reported_once_kubelet_has_written_when_it_accepted_it() -> None:

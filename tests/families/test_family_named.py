@@ -1,5 +1,5 @@
 """The GPUs that schedulers have given to a pod, as each family whose pods decide reads them:
-`PodFamily.named`.
+`PodFamily.named_gpus`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_each_container_is_given_the_gpus_of_its_segment() -> None:
         main("late", number=1, memory=3000),
     )
     about = pod(*containers, annotations=decided(f"{entries(U0)};{entries(U1, U0)};"))
-    assert family().named(about, INVENTORY) == {"one": (U0,), "two": (U1, U0)}
+    assert family().named_gpus(about, INVENTORY) == {"one": (U0,), "two": (U1, U0)}
 
 
 def test_init_containers_and_sidecars_are_given_nothing_of_their_own() -> None:
@@ -58,14 +58,14 @@ def test_init_containers_and_sidecars_are_given_nothing_of_their_own() -> None:
         for kind in (ContainerKind.INIT, ContainerKind.SIDECAR)
     )
     about = pod(init, sidecar, main(number=1, memory=3000), annotations=decided(entries(U0)))
-    assert family().named(about, INVENTORY) == {"main": (U0,)}
+    assert family().named_gpus(about, INVENTORY) == {"main": (U0,)}
 
 
 def test_a_container_that_cannot_follow_its_segment_takes_nothing_from_the_others() -> None:
     """It is refused with its reason when it starts."""
     containers = (main("one", number=1, memory=10), main("two", number=1, memory=3000))
     about = pod(*containers, annotations=decided(f"{entries(U0)};{entries(U1)}"))
-    assert family().named(about, INVENTORY) == {"two": (U1,)}
+    assert family().named_gpus(about, INVENTORY) == {"two": (U1,)}
 
 
 def test_an_instance_of_a_gpu_is_a_claim_on_the_gpu() -> None:
@@ -73,26 +73,26 @@ def test_an_instance_of_a_gpu_is_a_claim_on_the_gpu() -> None:
     place = f"{U0}[group2-0]"
     for inventory in (node(), node(*GROUP2)):
         about = pod(main(number=1, memory=3000), annotations=decided(f"{place},NVIDIA,3000,0:"))
-        assert mig_family(factor=1).named(about, inventory) == {"main": (U0,)}
+        assert mig_family(factor=1).named_gpus(about, inventory) == {"main": (U0,)}
 
 
 def test_whole_cards_belong_to_the_containers_one_after_the_other() -> None:
     """``volcano-gpushare:S5``: the annotation names the cards of the whole pod."""
     about = cards.pod_of(1, 2, annotations={cards.INDEX: "2,0,1"}, resource=cards.NUMBER)
-    named = cards.family_of(cards.BY_NUMBER, cards.THREE).named(about, cards.THREE)
+    named = cards.family_of(cards.BY_NUMBER, cards.THREE).named_gpus(about, cards.THREE)
     assert named == {"c0": (cards.U2,), "c1": (cards.U0, cards.U1)}
 
 
 def test_a_card_that_is_shared_is_one_for_the_whole_pod() -> None:
     """``volcano-gpushare:S7``, also where an old scheduler wrote every card that would do."""
     about = cards.pod_of(1000, 1000, annotations={cards.INDEX: "1,0"}, init=(500,))
-    assert cards.family_of().named(about, cards.TWO) == {"c0": (cards.U1,), "c1": (cards.U1,)}
+    assert cards.family_of().named_gpus(about, cards.TWO) == {"c0": (cards.U1,), "c1": (cards.U1,)}
 
 
 def test_a_pod_that_needs_more_than_a_card_has_is_given_nothing() -> None:
     """Its last container would be refused for ever."""
     assert (
-        cards.family_of().named(
+        cards.family_of().named_gpus(
             cards.pod_of(20000, 20000, annotations={cards.INDEX: "0"}), cards.TWO
         )
         == {}
@@ -105,7 +105,7 @@ def test_a_divided_card_is_nobodys_to_share() -> None:
         cards.TWO, gpus=(msgspec.structs.replace(cards.NODE_0, mig_enabled=True), cards.NODE_1)
     )
     about = cards.pod_of(1000, annotations={cards.INDEX: "0"})
-    assert cards.family_of(inventory=divided).named(about, divided) == {}
+    assert cards.family_of(inventory=divided).named_gpus(about, divided) == {}
 
 
 @given(
@@ -143,5 +143,5 @@ def test_what_is_named_is_what_would_be_decided(text: str, number: int, memory: 
                 if decision.by_scheduler
                 else {}
             )
-    assert family().named(about, INVENTORY) == expected
-    assert set(cards.family_of().named(about, cards.TWO)) <= {"main"}
+    assert family().named_gpus(about, INVENTORY) == expected
+    assert set(cards.family_of().named_gpus(about, cards.TWO)) <= {"main"}

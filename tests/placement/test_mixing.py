@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgpu_agent.model import DeviceRoom, Link
-from vgpu_agent.placement.mixing import ALONE, FREE, OTHERS, OWN, Neighbours, neighbours
+from vgpu_agent.placement.mixing import ALONE, FREE, OTHERS, OWN, GpuUses, gpu_uses
 from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, POLICIES, SPREAD, IdRequest, choose
 from vgpu_agent.placement.rooms import DeviceDemand, choose_rooms
 from vgpu_agent.placement.sharing import DISTRIBUTED, PACKED
@@ -34,7 +34,7 @@ def test_a_family_has_four_kinds_of_gpus() -> None:
     """Its own and those that no other is offered lock no family out, and a free one does. One of
     others it cannot have, or not for long.
     """
-    around = neighbours("a", frozenset("123"), [("1", "a"), ("3", "b")])
+    around = gpu_uses("a", frozenset("123"), [("1", "a"), ("3", "b")])
     assert {gpu: around.rank(gpu) for gpu in "0123"} == {"0": OWN, "1": OWN, "2": FREE, "3": OTHERS}
 
 
@@ -42,13 +42,13 @@ def test_a_gpu_that_a_scheduler_has_named_for_another_family_comes_last() -> Non
     """This includes one that serves this family:
     what is added to it keeps the other family's pod waiting.
     """
-    around = neighbours("a", frozenset("012"), [("1", "a")], [("0", "b"), ("1", "b"), ("2", "a")])
+    around = gpu_uses("a", frozenset("012"), [("1", "a")], [("0", "b"), ("1", "b"), ("2", "a")])
     assert {gpu: around.rank(gpu) for gpu in "012"} == {"0": OTHERS, "1": OTHERS, "2": FREE}
 
 
 def test_a_family_that_shares_no_gpu_chooses_as_if_it_were_alone() -> None:
     """Its answers are those of the replaced plugin on a node with one family, for any holdings."""
-    assert neighbours("a", frozenset(), [("0", "a")]) == ALONE
+    assert gpu_uses("a", frozenset(), [("0", "a")]) == ALONE
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -144,9 +144,9 @@ def test_a_pod_without_a_scheduler_goes_to_a_gpu_that_serves_its_family() -> Non
     """Although nothing is booked of its memory yet,
     so that binpack by itself would take the first.
     """
-    around = Neighbours(frozenset("0123"), serving=frozenset("2"))
+    around = GpuUses(frozenset("0123"), serving=frozenset("2"))
     assert [
-        room.device for room in choose_rooms(ROOMS, WANT, policy="binpack", neighbours=around)
+        room.device for room in choose_rooms(ROOMS, WANT, policy="binpack", gpu_uses=around)
     ] == ["2"]
 
 
@@ -154,7 +154,7 @@ def test_spread_is_chosen_by_an_operator_and_only_avoids_gpus_of_others() -> Non
     """An explicit setting counts before the mix.
     A GPU that another family waits for would not start the pod.
     """
-    around = Neighbours(frozenset("0123"), serving=frozenset("2"), others=frozenset("0"))
+    around = GpuUses(frozenset("0123"), serving=frozenset("2"), others=frozenset("0"))
     assert [
-        room.device for room in choose_rooms(ROOMS, WANT, policy="spread", neighbours=around)
+        room.device for room in choose_rooms(ROOMS, WANT, policy="spread", gpu_uses=around)
     ] == ["1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation import advice
-from vgpu_agent.allocation.questions import neighbours_of
+from vgpu_agent.allocation.questions import gpu_uses_of
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError, listed
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class IdAllocator:
         healthy = [id_ for id_ in available if id_ in usable]
         # The use of the GPUs: those that serve this family already are taken first, and those that
         # other families have last.
-        other_families = neighbours_of(self._ledger, offered.family, self._ledger.grants)
+        uses = gpu_uses_of(self._ledger, offered.family, self._ledger.grants)
         try:
             return self._family(offered).prefer(
-                offered, healthy, must_include, size, self._context.inventory(), other_families
+                offered, healthy, must_include, size, self._context.inventory(), uses
             )
         except (CapacityError, UnknownDeviceError) as err:
             self._context.journal.record(

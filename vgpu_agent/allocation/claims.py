@@ -190,7 +190,7 @@ def _named_gpus(
     return tuple(
         (family.name, name, gpus)
         for family in pod_families
-        for name, gpus in family.named(pod, inventory).items()
+        for name, gpus in family.named_gpus(pod, inventory).items()
         if (container := pod.container(name)) is not None and not container.started
         if not resources_of_other_families(container, family.name, resources)
     )

@@ -41,9 +41,9 @@ POD_WAIT_SECONDS = 2.0
 # kubelet writes the statuses of all its pods one after the other: on a busy node of twenty starting
 # pods one came more than two seconds after the next start was announced.
 STATUS_WAIT_SECONDS = 15.0
-# How long after an outage of the API server a pod's status may be old: the kubelet writes what it
-# could not write at its next round, every 10 seconds.
-STATUS_SECONDS = 20.0
+# How long after an outage of the API server a pod's status may be old: at its next round, every 10
+# seconds, the kubelet writes what it could not write before.
+STALE_STATUS_SECONDS = 20.0
 # The kubelet writes its records before it calls us, but a reader may be quicker than the disk.
 _REREAD_SECONDS = 0.05
 
@@ -257,34 +257,33 @@ class Identification:
         while True:
             version = pods.revision.version
             pod = pods.get(uid) or pod
-            found = self._starting_container(pod, names, last, status_is_current=False)
-            if found is not None:
-                name = found
+            starting = self._starting_container(pod, names, last, status_is_current=False)
+            if starting is not None:
                 break
             if not await _newer(pods, version, until - loop.time()):
                 pod = await self._as_it_is_now(pod)
-                name = self._by_current_status(pod, names, last)
+                starting = self._by_current_status(pod, names, last)
                 break
-        owner = msgspec.structs.replace(start.owner, container=name)
+        owner = msgspec.structs.replace(start.owner, container=starting)
         return msgspec.structs.replace(start, pod=pod, owner=owner)
 
     def _by_current_status(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str:
         """Return the container that starts, by the status of a pod that was just read from the API
         server: what it does not show has not happened, unless the API server was away a moment ago.
         """
-        found = self._starting_container(pod, names, last, status_is_current=False)
-        if found is None and self._context.api_reachable_seconds() < STATUS_SECONDS:
+        starting = self._starting_container(pod, names, last, status_is_current=False)
+        if starting is None and self._context.api_reachable_seconds() < STALE_STATUS_SECONDS:
             raise NotProvenError(
                 f"the API server was away a moment ago, and the status of pod {pod.full_name} may "
                 "not say yet which of its containers have ended; the kubelet will retry"
             )
-        found = found or self._starting_container(pod, names, last, status_is_current=True)
-        if found is None:
+        starting = starting or self._starting_container(pod, names, last, status_is_current=True)
+        if starting is None:
             raise NotProvenError(
                 f"the status of pod {pod.full_name} still shows that its last container with these "
                 "ids runs, so it does not show yet which one starts; the kubelet will retry"
             )
-        return found
+        return starting
 
     def _starting_container(
         self, pod: Pod, names: Collection[str], last: GrantRecord | None, *, status_is_current: bool
@@ -496,8 +495,8 @@ def holder(
         if fetched is not None:
             raise NotProvenError(
                 f"the kubelet starts pod {fetched.full_name} with UID {', '.join(found.uids)}, "
-                f"but the API server has UID {fetched.claimed_uid or fetched.uid} under that "
-                "name; the pod was replaced, the kubelet will notice"
+                f"but the API server has UID {fetched.alleged_static_uid or fetched.uid} under "
+                "that name; the pod was replaced, the kubelet will notice"
             )
         return None
     uid, pod = next(iter(candidates.items()))
@@ -517,8 +516,8 @@ def _holder_by_name(found: IdRecords, pods: PodCache, fetched: Pod) -> tuple[Pod
             "checkpoint it is not certain which of them starts; the kubelet will retry"
         )
     # pod-resources names it, and the kubelet runs no pod that claims to be a mirror, so it runs the
-    # static pod of that name. `claimed_uid` is that pod's UID, by the annotations of the mirror.
-    pod = fetched.as_static(fetched.claimed_uid)
+    # static pod of that name. `alleged_static_uid` is its UID, by the annotations of the mirror.
+    pod = fetched.as_static(fetched.alleged_static_uid)
     return pod, _owner(pod, found.containers[""])
 
 
@@ -593,18 +592,20 @@ def _known(
     if fetched.uid == uid:
         return fetched
     name = (fetched.namespace, fetched.name)
-    # A mirror pod that was created again has another UID of the API server's, and the name of the
-    # one before.
-    believed = known is not None and known.uid != uid and (known.namespace, known.name) == name
+    # A recreated mirror pod has the same name and a new API-server UID.
+    has_name_of_confirmed_mirror = (
+        known is not None and known.uid != uid and (known.namespace, known.name) == name
+    )
     return (
         fetched.as_static(uid)
-        if fetched.claimed_uid == uid and (believed or (known is None and named == name))
+        if fetched.alleged_static_uid == uid
+        and (has_name_of_confirmed_mirror or (known is None and named == name))
         else known
     )
 
 
 def _owner(pod: Pod, names: Iterable[str], uid: str = "") -> Owner:
-    """Return, of containers with the same ids, the one that has them last:
+    """Of the containers with the same ids, return the last in start order:
     the ids are for it, and the others come before it.
     """
     in_pod = {

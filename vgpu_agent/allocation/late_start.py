@@ -236,9 +236,9 @@ class LateStart:
             decision = self._decide(start, asked)
             if decision.layouts:  # a GPU has to be divided before there are shares
                 return decision, None
-            if decision.second_best and tries == 1:
+            if decision.why_not_named and tries == 1:
                 # This is not what the scheduler named, but the holder of that may have ended.
-                raise CapacityError(decision.second_best)
+                raise CapacityError(decision.why_not_named)
             # There is no await between decision and booking, so the rooms that the decision is
             # based on are still there.
             provision = start.family.provision(asked, decision.shares)
@@ -258,12 +258,12 @@ class LateStart:
             )
         provision, grant = bound
         self._answered_tokens.discard(start.token)
-        if decision.second_best:
+        if decision.why_not_named:
             self._context.journal.record(
                 "start.second_best",
                 level="warning",
                 pod=start.pod.full_name,
-                reason=decision.second_best,
+                reason=decision.why_not_named,
             )
         await self._context.carrier.deliver(
             self._context.record(

@@ -56,7 +56,7 @@ def _likeliest(
     inventory = context.inventory()
     waiting = [
         # the GPUs that a scheduler has given to the container
-        family.named(candidate.pod, inventory).get(candidate.container.name, ())
+        family.named_gpus(candidate.pod, inventory).get(candidate.container.name, ())
         # `candidates`: the containers that may be asking for so many ids, the likeliest first
         for candidate in candidates(
             context.pods.pods,

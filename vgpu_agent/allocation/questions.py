@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.allocation.holdings import ended_before
 from vgpu_agent.families.family import Question
 from vgpu_agent.model import Owner
-from vgpu_agent.placement.mixing import ALONE, Neighbours, neighbours
+from vgpu_agent.placement.mixing import ALONE, GpuUses, gpu_uses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -71,7 +71,7 @@ def question(
         if grant.number not in ended
         for share in grant.shares
     }
-    other_families = neighbours_of(ledger, offered.family, taken.values())
+    uses = gpu_uses_of(ledger, offered.family, taken.values())
     return Question(
         resource=offered,
         pod=pod,
@@ -82,12 +82,12 @@ def question(
         rooms=rooms,
         siblings=siblings,
         taken=taken,
-        neighbours=other_families,
+        gpu_uses=uses,
         node_annotations=context.node_annotations(),
     )
 
 
-def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neighbours:
+def gpu_uses_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> GpuUses:
     """Return the GPUs that other families are offered, hold through ``grants`` or claim, and those
     that serve ``family`` itself, which considers all this when it chooses a GPU.
     """
@@ -96,4 +96,4 @@ def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neigh
     held = (
         (ledger.gpu_of(share.device), grant.family) for grant in grants for share in grant.shares
     )
-    return neighbours(family, shared, held, ((claim.gpu, claim.family) for claim in ledger.claims))
+    return gpu_uses(family, shared, held, ((claim.gpu, claim.family) for claim in ledger.claims))

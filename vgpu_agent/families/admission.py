@@ -54,7 +54,7 @@ class PodChanges(msgspec.Struct, frozen=True):
         scheduler: ``spec.schedulerName`` of a pod that has not chosen one.
         runtime_class: ``spec.runtimeClassName`` of a pod that has none.
         needs_scheduler: a pod with ``spec.nodeName`` must go through a scheduler nevertheless,
-            because only a scheduler gives it GPUs. So the webhook may replace the name by a
+            because only a scheduler gives it GPUs. So the webhook may replace the name with a
             condition that only this Node fulfils.
     """
 

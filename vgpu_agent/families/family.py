@@ -5,7 +5,8 @@ There are two kinds. In an `IdFamily` each id names its device, so `Allocate` ca
 pod, so it is decided once the pod is identified (`volcano-vgpu`, …).
 
 To add a family: write a package with a class of one of these shapes, translate its golden vectors
-into tests, and add it to `registry`. Everything here is a pure function of its arguments.
+(the examples with exact results in docs/contracts) into tests, and add it to `registry`. Everything
+here is a pure function of its arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Edits, Provision
     from vgpu_agent.model import DeviceRoom, Grant, Inventory, Resource, Share
     from vgpu_agent.nodes import DesiredNode, Node
-    from vgpu_agent.placement.mixing import Neighbours
+    from vgpu_agent.placement.mixing import GpuUses
     from vgpu_agent.pods import DesiredPod, Pod, PodContainer
 
 
@@ -111,7 +112,7 @@ class IdFamily(Family, Protocol):
         required: Sequence[str],
         size: int,
         inventory: Inventory,
-        neighbours: Neighbours = ALONE,
+        gpu_uses: GpuUses = ALONE,
     ) -> list[str]:
         """Return the ids that suit best, for GetPreferredAllocation; only called for resources with
         ``Resource.offers_preference``.
@@ -122,8 +123,8 @@ class IdFamily(Family, Protocol):
             required: ids that must be in the answer.
             size: how many ids the container wants.
             inventory: the node's GPUs.
-            neighbours: which GPUs other families may use or have, `ALONE` for none; GPUs that
-                already serve this family come first.
+            gpu_uses: which GPUs other families may use or have, `ALONE` for none; GPUs that already
+                serve this family come first.
 
         Raises:
             CapacityError: there are not enough; the caller then answers with the first ids that are
@@ -133,7 +134,7 @@ class IdFamily(Family, Protocol):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """The question what a container gets.
+    """The question of what a container gets.
 
     Attributes:
         container: the one that the kubelet's records name; an init container only when no later
@@ -146,7 +147,7 @@ class Question(msgspec.Struct, frozen=True):
         taken: device → a grant with a part of it, of any family; without the grants of this
             container and of containers that have ended before it. A GPU with a grant cannot be
             divided anew, and refusals name its holder.
-        neighbours: which GPUs other families may use or have, for the agent's own placement.
+        gpu_uses: which GPUs other families may use or have, for the agent's own placement.
         node_annotations: those of our Node now, where operators set defaults for its pods; empty
             while the Node has not been read.
     """
@@ -160,7 +161,7 @@ class Question(msgspec.Struct, frozen=True):
     rooms: tuple[DeviceRoom, ...]
     siblings: Mapping[str, tuple[Share, ...]] = msgspec.field(default_factory=dict)
     taken: Mapping[str, Grant] = msgspec.field(default_factory=dict)
-    neighbours: Neighbours = ALONE
+    gpu_uses: GpuUses = ALONE
     node_annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
@@ -207,7 +208,7 @@ class Decision(msgspec.Struct, frozen=True):
             volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
         layouts: how GPUs must be divided before shares can be decided; no container has a part of
             these GPUs.
-        second_best: why the devices are not those that the scheduler has named; empty when they
+        why_not_named: why the devices are not those that the scheduler has named; empty when they
             are, or when it has named none.
         by_scheduler: a scheduler decided, according to the pod.
         kept: the container has had these shares before, and gets them again.
@@ -218,7 +219,7 @@ class Decision(msgspec.Struct, frozen=True):
     shares: tuple[Share, ...]
     by: str
     layouts: tuple[MigLayout, ...] = ()
-    second_best: str = ""
+    why_not_named: str = ""
     by_scheduler: bool = False
     kept: bool = False
     remarks: tuple[Remark, ...] = ()
@@ -258,14 +259,14 @@ class PodFamily(Family, Protocol):
     """A family whose vocabulary names in the pod what each container gets."""
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """List what `resources` leaves out or is odd about it, one sentence each with the
-        remedy.
+        """List what `resources` leaves out, and what is odd about the rest, one sentence each with
+        the remedy.
         """
         ...
 
     def decide(self, question: Question) -> Decision:
-        """Decide what the container gets: as a scheduler decided in the pod's annotations; without
-        that, as this node has room.
+        """Decide what the container gets: as a scheduler decided in the pod's annotations;
+        otherwise, by the room on this node.
 
         Health and room are not checked for a scheduler's decision; the ledger does that.
 
@@ -277,7 +278,7 @@ class PodFamily(Family, Protocol):
         """
         ...
 
-    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+    def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         """Return the GPUs that a scheduler has given to containers of the pod, by container: UUIDs.
         Never raises.
 
@@ -318,6 +319,6 @@ class PodFamily(Family, Protocol):
 
     def cleanup(self, now: float) -> DesiredNode:
         """Return the desired state of a Node that the agent leaves for good, at unix seconds
-        ``now``, which some families write into an annotation for schedulers.
+        ``now``. Some families write ``now`` into an annotation for schedulers.
         """
         ...

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.family import Ownership
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.model import Gpu, Inventory, MigInstance
-    from vgpu_agent.placement.mixing import Neighbours
+    from vgpu_agent.placement.mixing import GpuUses
 
 SINGLE, MIXED, NONE = "single", "mixed", "none"
 """The strategies of the replaced plugins. The instances of a node must be alike, may differ, or are
@@ -140,11 +140,11 @@ class MigInstancesFamily(abc.ABC):
         required: Sequence[str],
         size: int,
         inventory: Inventory,
-        neighbours: Neighbours = ALONE,
+        gpu_uses: GpuUses = ALONE,
     ) -> list[str]:
         """Choose ``size`` instances: first on GPUs that this family uses already or that no other
-        one is offered (`Neighbours.rank`), among these on GPUs that have a holder of the resource,
-        and then in the order of ``resource.ids``. ``neighbours`` says which families use the node's
+        one is offered (`GpuUses.rank`), among these on GPUs that have a holder of the resource,
+        and then in the order of ``resource.ids``. ``gpu_uses`` says which families use the node's
         GPUs; by default this one is alone there.
         """
         place = {entry.id: number for number, entry in enumerate(resource.ids)}
@@ -155,7 +155,7 @@ class MigInstancesFamily(abc.ABC):
 
         def order(id_: str) -> tuple[int, bool, int]:
             gpu = gpu_of.get(id_, "")
-            return neighbours.rank(gpu), gpu not in in_use, place.get(id_, 0)
+            return gpu_uses.rank(gpu), gpu not in in_use, place.get(id_, 0)
 
         left = sorted((id_ for id_ in available if id_ not in required), key=order)
         if len(chosen := [*required, *left][:size]) < size:

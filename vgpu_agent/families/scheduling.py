@@ -93,7 +93,7 @@ class KeyNames(msgspec.Struct, frozen=True):
 
 
 class SchedulingFamily(Protocol):
-    """Reads and writes the annotations and labels of one family on Nodes and pods."""
+    """The reader and writer of the annotations and labels of one family on Nodes and pods."""
 
     @property
     def number_resource(self) -> str:

@@ -109,8 +109,8 @@ class MigTool(msgspec.Struct, frozen=True):
 
     Attributes:
         program: nvidia-mig-parted, or a script that calls it.
-        setting: the key of the program, for messages; that of the timeout has ``TimeoutSeconds``
-            behind it.
+        setting: the key of the program, for messages; that of the timeout is this key followed
+            by ``TimeoutSeconds``.
         timeout_seconds: how long one call of the program may take.
     """
 
@@ -268,7 +268,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
             Names and not prefixes: a tenant could invent any number below a prefix.
         values: a pattern, in the same way, of those of them whose text the family reads; of the
             others it only has to know whether they are there.
-        parts: the names of those parts of `BuiltFamily` that have another name than the family, as
+        parts: the names of those parts of `BuiltFamily` that are not named like the family, as
             grants and resources have them, e.g. ``vgpu-manager-mig``.
         metrics: its own metrics.
         exporter: metrics at an address of their own; None where there are none.

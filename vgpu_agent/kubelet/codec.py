@@ -21,7 +21,7 @@ from vgpu_agent.device_ids import (
     NumberedList,
     element_size_bytes,
     list_size_bytes,
-    too_long,
+    why_too_long,
 )
 from vgpu_agent.errors import CheckpointError, OfferError, RequestRefusedError
 from vgpu_agent.grpc import wire
@@ -143,7 +143,7 @@ def check_budget(resource: Resource) -> None:
             setting that reduces the ids.
     """
     size = list_size_bytes(resource.ids)
-    problem = too_long(size)
+    problem = why_too_long(size)
     if not problem:
         return
     if resource.ids_setting:  # the setting that decides on the number of ids

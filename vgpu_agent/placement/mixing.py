@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OWN, FREE, OTHERS = range(3)
 
 
-class Neighbours(msgspec.Struct, frozen=True):
+class GpuUses(msgspec.Struct, frozen=True):
     """The GPUs of the node by their use, for one family; empty if the family is alone on the node.
 
     Attributes:
@@ -48,17 +48,17 @@ class Neighbours(msgspec.Struct, frozen=True):
         return {device: self.rank(gpu) for device, gpu in gpu_of.items()}
 
 
-ALONE = Neighbours()
-"""The neighbours of a family that shares no GPU: every GPU has the rank `OWN`."""
+ALONE = GpuUses()
+"""For a family that shares no GPU: every GPU has the rank `OWN`."""
 
 
-def neighbours(
+def gpu_uses(
     family: str,
     shared: frozenset[str],
     held: Iterable[tuple[str, str]],
     claimed: Iterable[tuple[str, str]] = (),
-) -> Neighbours:
-    """Return the neighbours of ``family``; `ALONE` where it shares no GPU.
+) -> GpuUses:
+    """Return the GPUs by their use, for ``family``; `ALONE` where it shares no GPU.
 
     Args:
         family: the family that chooses a GPU.
@@ -72,4 +72,4 @@ def neighbours(
     for gpu, holder in held:
         (serving if holder == family else others).add(gpu)
     others.update(gpu for gpu, claimant in claimed if claimant != family)
-    return Neighbours(shared, frozenset(serving), frozenset(others))
+    return GpuUses(shared, frozenset(serving), frozenset(others))

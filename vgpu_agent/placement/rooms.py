@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.model import DeviceRoom
-    from vgpu_agent.placement.mixing import Neighbours
+    from vgpu_agent.placement.mixing import GpuUses
 
 BINPACK = "binpack"
 SPREAD = "spread"
@@ -57,7 +57,7 @@ def choose_rooms(
     *,
     policy: str,
     refused: Mapping[str, str] | None = None,
-    neighbours: Neighbours = ALONE,
+    gpu_uses: GpuUses = ALONE,
 ) -> tuple[DeviceRoom, ...]:
     """Choose ``demand.count`` different devices that have room, in order of preference.
 
@@ -67,17 +67,18 @@ def choose_rooms(
         policy: `BINPACK` takes the device with the most booked memory first, `SPREAD` the one with
             the fewest containers.
         refused: device → the reason why this container must not get it, however much is free.
-        neighbours: the other families on the node (`ALONE`: there are none), by which each GPU has
-            a rank, from the best: this family has it, or it alone may; no family has it; another
-            family has it or waits for it (`OTHERS`). `BINPACK` orders by rank first. An operator
-            chooses `SPREAD` on purpose, so there the rank only puts the GPUs of `OTHERS` last.
+        gpu_uses: the GPUs by the families that use them (`ALONE`: no other family does), so that
+            each has a rank, from the best: this family has it, or it alone may; no family has it;
+            another family has it or waits for it (`OTHERS`). `BINPACK` orders by rank first. An
+            operator chooses `SPREAD` on purpose, so there the rank only puts the GPUs of `OTHERS`
+            last.
 
     Raises:
         CapacityError: too few fit; the text names the demand and what each device lacks.
     """
 
     def order(room: DeviceRoom) -> tuple[int, int]:
-        rank = neighbours.rank(room.device)
+        rank = gpu_uses.rank(room.device)
         return (
             (rank, _fullest_first(room))
             if policy == BINPACK

@@ -47,7 +47,7 @@ class Candidate(msgspec.Struct, frozen=True):
         number: on the node.
         numa: its NUMA node; None where it is not known.
         rank: lowest where the family has the card already, highest where another family has it or
-            waits for it (`placement.mixing.Neighbours.rank`).
+            waits for it (`placement.mixing.GpuUses.rank`).
         score: the device policy prefers high scores; equal for all cards without a policy.
     """
 
@@ -73,7 +73,8 @@ class Links(msgspec.Struct, frozen=True):
 
 class Chosen(msgspec.Struct, frozen=True):
     """The chosen cards. ``fallback`` says what they have instead of the links or the NUMA node that
-    the topology mode asks for; empty where the mode was followed.
+    the topology mode asks for, e.g. ``no NVLinks, but one NUMA node``; empty where the mode was
+    followed.
     """
 
     cards: list[Candidate]

@@ -466,7 +466,9 @@ def _request(wanted: PodDemand, views: Sequence[NodeView], keys: KeyNames) -> It
 
 
 def _amounts(container: ContainerDemand, factor: int, keys: KeyNames) -> str:
-    each = "1 card with" if container.number == 1 else f"{container.number} cards, each with"
+    each = (
+        "1 card with" if container.card_count == 1 else f"{container.card_count} cards, each with"
+    )
     if container.memory_units is None:  # a percentage of the card's memory instead
         part = container.memory_percent
         memory = "all of its memory" if part == 100 else f"{part} % of its memory"

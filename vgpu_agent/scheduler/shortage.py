@@ -247,7 +247,7 @@ def _changed(change: Change, demand: Demand, keys: KeyNames) -> str:
             return f"With {keys.memory}: {change.value} instead of {before}"
         case "cores_percent":
             return f"With {keys.cores}: {change.value} instead of {cores}"
-        case "number":
+        case "card_count":
             return f"With {keys.number}: {change.value} instead of {demand.most_cards}"
         case "topology_mode":
             return f"With the annotation {keys.topology_mode}: {change.value}"
@@ -449,7 +449,9 @@ def _memory(missing: _Missing) -> str:
     units = [each.memory_units for each in demand.containers]  # None for a percentage of a card
     # percentage of a card's memory → number of cards of which a container asks for it
     parts = {
-        each.memory_percent: each.number for each in demand.containers if each.memory_units is None
+        each.memory_percent: each.card_count
+        for each in demand.containers
+        if each.memory_units is None
     }
     most = max((each or 0 for each in units), default=0)  # units on one card
     view = figures.size.view

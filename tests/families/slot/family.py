@@ -72,7 +72,7 @@ class SlotFamily:
             )
         return decision
 
-    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+    def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         gpu = pod.annotations.get(GPU, "")
         if inventory.device(gpu) is None:
             return {}

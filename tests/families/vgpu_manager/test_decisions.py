@@ -128,7 +128,7 @@ def test_a_card_is_claimed_once() -> None:
     ("node", "told"),
     [
         ("", "no nvidia.com/predicate-node beside it says for which node"),
-        ("gpu-node-2", "the GPUs were chosen for another node than gpu-node-1"),
+        ("gpu-node-2", "the GPUs were chosen for a node other than gpu-node-1"),
     ],
 )
 def test_a_claim_for_no_node_or_another_is_refused(node: str, told: str) -> None:
@@ -158,7 +158,7 @@ def _refused(about: Pod, told: str) -> None:
     assert "pod default/gpu-pod" in text
     assert len(text) < 900
     assert family().recall(question(about)) is None
-    assert family().named(about, INVENTORY) == {}
+    assert family().named_gpus(about, INVENTORY) == {}
 
 
 def test_the_cards_of_a_pod_are_named_by_container() -> None:
@@ -172,7 +172,7 @@ def test_the_cards_of_a_pod_are_named_by_container() -> None:
             f"init[1_{U1}_100_24576];train[0_{U0}_100_24576,1_{U1}_100_24576];odd[0_{U0}_1_1]"
         ),
     )
-    assert family().named(about, INVENTORY) == {"init": (U1,), "train": (U0, U1)}
+    assert family().named_gpus(about, INVENTORY) == {"init": (U1,), "train": (U0, U1)}
 
 
 def test_claims_beyond_a_card_name_nothing() -> None:
@@ -182,10 +182,10 @@ def test_claims_beyond_a_card_name_nothing() -> None:
     init, main = container("init", ContainerKind.INIT, number=1), container("main", number=1)
     whole = f"0_{U0}_100_24576"
     fits = pod(init, main, annotations=written(f"init[{whole}];main[{whole}]"))
-    assert family().named(fits, INVENTORY) == {"init": (U0,), "main": (U0,)}
+    assert family().named_gpus(fits, INVENTORY) == {"init": (U0,), "main": (U0,)}
     side = container("side", ContainerKind.SIDECAR, number=1, memory=1)
     beyond = pod(side, main, annotations=written(f"side[0_{U0}_0_1];main[{whole}]"))
-    assert family().named(beyond, INVENTORY) == {}
+    assert family().named_gpus(beyond, INVENTORY) == {}
 
 
 def test_more_cards_than_there_are_are_refused_at_once() -> None:

@@ -19,7 +19,7 @@ from tests.families.vgpu_manager.golden import (
 from tests.families.vgpu_manager.node import INVENTORY, U0, U1, cards
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.model import DeviceRoom, Gpu, Inventory, Link, Share
-from vgpu_agent.placement.mixing import Neighbours
+from vgpu_agent.placement.mixing import GpuUses
 from vgpu_agent.pods import ContainerKind, PodContainer
 
 MIB = 81920
@@ -270,7 +270,7 @@ def test_cards_of_other_families_come_last() -> None:
     """On a node with several families, however well they are linked."""
     node = linked(4, {(0, 1): 4, (2, 3): 1})
     shared = frozenset(gpu.uuid for gpu in node.gpus)
-    around = {"neighbours": Neighbours(shared, others=frozenset({node.gpus[0].uuid}))}
+    around = {"gpu_uses": GpuUses(shared, others=frozenset({node.gpus[0].uuid}))}
     assert placed(ONE, node, more=around) == [1]
     assert placed(TWO, node, more=around, topology_mode="link") == [2, 3]
     assert placed(FOUR, node, more=around) == [0, 1, 2, 3]

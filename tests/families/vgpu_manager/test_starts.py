@@ -122,7 +122,7 @@ async def test_a_forged_claim_takes_no_more_than_a_card_has_left() -> None:
     await started(node, a_pod("mine", f"main[0_{U0}_50_30000]"), IDS[0])
     with pytest.raises(CapacityError, match=r"memory is never overcommitted|MiB"):
         await started(node, a_pod("forged", f"main[0_{U0}_50_30000]"), IDS[1])
-    with pytest.raises(RequestRefusedError, match="were chosen for another node than node-a"):
+    with pytest.raises(RequestRefusedError, match="were chosen for a node other than node-a"):
         await started(node, a_pod("other", f"main[0_{U0}_50_30000]", node="node-b"), IDS[2])
     assert shares(node)["uid-mine", "main"] == (Share(U0, 30_000, 50),)
     assert node.ledger.audit() == []

@@ -194,7 +194,7 @@ def test_a_decision_for_another_node_is_refused(node: str) -> None:
     """
     text = _refusal(pod(ONE, annotations=decided(G3, vgpu_node=node)))
     assert (
-        f"annotation volcano.sh/vgpu-node='{node}': the GPUs were decided for another node than "
+        f"annotation volcano.sh/vgpu-node='{node}': the GPUs were decided for a node other than "
         "node-a"
     ) in text
 

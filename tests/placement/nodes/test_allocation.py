@@ -267,4 +267,4 @@ def test_no_card_ever_gives_more_than_it_has(
                 assert memory <= MEMORY_MIB
                 assert cores <= 100
     for each, shares in zip(wanted.containers, found.shares, strict=True):
-        assert len(shares) == each.number
+        assert len(shares) == each.card_count

@@ -117,7 +117,7 @@ def test_counting_stops_when_the_time_is_over() -> None:
     [
         (demand(container(memory=MEMORY_MIB)), Change("memory_units", MEMORY_MIB - 1024, 1)),
         (demand(container(cores=95, memory=1)), Change("cores_percent", 90, 1)),
-        (demand(container(number=3, memory=1)), Change("number", 2, 1)),
+        (demand(container(number=3, memory=1)), Change("card_count", 2, 1)),
         (demand(container(memory=1), include_type="h100"), Change("types", "", 1)),
         (demand(container(memory=1), exclude_uuid="gpu-"), Change("uuids", "", 1)),
         (demand(container(memory=1), memory_policy="virtual"), Change("memory_policy", "", 1)),

@@ -129,7 +129,7 @@ class Answers:
         return self._anothers(token, given, evidence, gone(given.decided_for[0]))
 
     def _anothers(self, token: str, given: Given, evidence: Evidence, gone: bool) -> Verdict:
-        """Judge the answer ``given`` for another container than the one that has it, with an equal
+        """Judge the answer ``given`` for a container other than the one that has it, with an equal
         share. ``gone``: the pod of that other container has ended or does not exist.
         """
         if not evidence.answers:
@@ -201,7 +201,7 @@ class Answers:
         self.answered |= holding
 
     def keep_only(self, uids: Collection[str]) -> None:
-        """Forget containers of other pods than ``uids``, those that are not gone;
+        """Forget containers of pods other than ``uids``, those that are not gone;
         an answer that another container may have is kept as long as its ids are.
         """
         self.answered = {key for key in self.answered if key[0] in uids}

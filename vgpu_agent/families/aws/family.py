@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.model import Gpu, Inventory
-    from vgpu_agent.placement.mixing import Neighbours
+    from vgpu_agent.placement.mixing import GpuUses
 
 RESOURCE = "k8s.amazonaws.com/vgpu"
 
@@ -163,10 +163,10 @@ class AwsFamily:
         required: Sequence[str],
         size: int,
         inventory: Inventory,
-        neighbours: Neighbours = ALONE,  # no other family on the node
+        gpu_uses: GpuUses = ALONE,  # no other family on the node
     ) -> list[str]:
         """Choose ids of one GPU, the fullest with room (aws D7) among those of the lowest
-        `Neighbours.rank` (GPUs that serve this family come first); if none has room, of as few as
+        `GpuUses.rank` (GPUs that serve this family come first); if none has room, of as few as
         possible.
         """
         position = {entry.id: place for place, entry in enumerate(resource.ids)}
@@ -180,7 +180,7 @@ class AwsFamily:
             device_of,
             totals=totals,
             links=inventory.links,
-            ranks=neighbours.ranks({gpu: gpu for gpu in totals}),  # each device is a GPU itself
+            ranks=gpu_uses.ranks({gpu: gpu for gpu in totals}),  # each device is a GPU itself
         )
         try:
             return choose(ONE_GPU, request)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.nvidia.options import NvidiaOptions
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.model import Inventory, Resource
-    from vgpu_agent.placement.mixing import Neighbours
+    from vgpu_agent.placement.mixing import GpuUses
 
 # the names of another family in the same domain
 _OF_VGPU_MANAGER = frozenset(f"{DOMAIN}vgpu-{what}" for what in ("number", "cores", "memory"))
@@ -133,10 +133,10 @@ class NvidiaFamily:
         required: Sequence[str],
         size: int,
         inventory: Inventory,
-        neighbours: Neighbours = ALONE,
+        gpu_uses: GpuUses = ALONE,
     ) -> list[str]:
         """Choose by the policy that fits the resource (see `_policy`), among the GPUs of the lowest
-        ranks (`Neighbours.rank`: those that serve this family come first, and those that serve
+        ranks (`GpuUses.rank`: those that serve this family come first, and those that serve
         another family last).
 
         A policy for replicas that the operator has set counts before the ranks.
@@ -147,7 +147,7 @@ class NvidiaFamily:
             required: the ids that must be among the chosen ones.
             size: the number of ids to choose.
             inventory: the node's GPUs.
-            neighbours: the GPUs by the families that use them; `ALONE` if no other family shares
+            gpu_uses: the GPUs by the families that use them; `ALONE` if no other family shares
                 them, so that all have one rank.
         """
         known = {entry.id: (place, entry.device) for place, entry in enumerate(resource.ids)}
@@ -168,7 +168,7 @@ class NvidiaFamily:
         ranks = (
             {}
             if as_set
-            else neighbours.ranks({device: gpu_of.get(device, device) for device in totals})
+            else gpu_uses.ranks({device: gpu_of.get(device, device) for device in totals})
         )
         return choose(
             policy,

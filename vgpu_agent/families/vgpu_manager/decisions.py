@@ -44,7 +44,7 @@ def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerC
 
     Raises:
         RequestRefusedError: the claim is malformed, is not for this node, names a card that does
-            not exist, or names other amounts than the container asks for.
+            not exist, or names amounts that the container does not ask for.
     """
     pod, container, keys = question.pod, requesting_container(question), options.keys
     text = pod.annotations.get(keys.pre_allocated, "")
@@ -56,7 +56,7 @@ def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerC
         raise refused(pod, keys.pre_allocated, text, problem, _COPIED)
     if node != question.node:
         problem = (
-            f"the GPUs were chosen for another node than {question.node}, where the pod is bound"
+            f"the GPUs were chosen for a node other than {question.node}, where the pod is bound"
         )
         raise refused(pod, keys.predicate_node, node, problem, _COPIED)
     try:

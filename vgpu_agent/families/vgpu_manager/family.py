@@ -126,7 +126,7 @@ class VgpuManagerFamily:
         # `disagreement`: the indices in the claim that do not belong to its UUIDs, in words
         return Decision(_shares(claim), by + disagreement(claim, question), by_scheduler=True)
 
-    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+    def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         """Return the cards in each container's claim, without claims that would be refused. The
         agent keeps these cards from other families until the containers have started.
         """

@@ -83,7 +83,7 @@ def _card(readings: Readings, number: int, gpu: Gpu) -> tuple[str, ...]:
 
 
 def _physical(value: Callable[[Gpu, GpuUsage | None], float | None]) -> _Rows:
-    """Make the rows of one series a card, for those that have the value."""
+    """Make the rows of one series per card, for those that have the value."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
         usage = {one.uuid: one for one in readings.usage}

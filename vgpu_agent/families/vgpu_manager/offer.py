@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, too_long
+from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, why_too_long
 from vgpu_agent.errors import OfferError, listed
 from vgpu_agent.families.memory_units import smallest_fitting_factor
 from vgpu_agent.families.mig_instances import SINGLE
@@ -218,7 +218,7 @@ def _quota(
 
 def _excess(resource: Resource) -> str:
     """Explain by how much the list exceeds a message to the kubelet; empty when it fits."""
-    problem = too_long(list_size_bytes(resource.ids))
+    problem = why_too_long(list_size_bytes(resource.ids))
     return f"{len(resource.ids)} ids {problem}" if problem else ""
 
 

@@ -176,7 +176,7 @@ def _in_order(
             key=gpu.uuid,
             number=number,
             numa=gpu.numa_node,
-            rank=question.neighbours.rank(gpu.uuid),  # by the families that have the card
+            rank=question.gpu_uses.rank(gpu.uuid),  # by the families that have the card
             score=score(fitting[gpu.uuid]),
         )
         for number, gpu in question.inventory.numbered.items()

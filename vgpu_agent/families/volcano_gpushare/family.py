@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds, list_size_bytes, too_long
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds, list_size_bytes, why_too_long
 from vgpu_agent.errors import CapacityError, OfferError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.device_lists import ListOptions, answer_id, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, Question
@@ -89,8 +89,8 @@ class VolcanoGpushareOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
-        """Return the configured options. Of ``lists`` only the fields are used by which a card is
-        given and named; containers get nothing beside it, such as device nodes of GDRCopy.
+        """Return the configured options. Only the fields of ``lists`` that give and name a card are
+        used; containers get nothing else, such as device nodes of GDRCopy.
         """
         gpushare = settings.section(VolcanoGpushare)
         return cls(
@@ -100,6 +100,7 @@ class VolcanoGpushareOptions(msgspec.Struct, frozen=True):
             lists=ListOptions(
                 strategies=lists.strategies,
                 id_strategy=gpushare.visible_devices,
+                # the CDI specs are the node's, so they keep the node-wide naming
                 cdi_id_strategy=lists.id_strategy,
                 cdi_annotation_prefix=lists.cdi_annotation_prefix,
                 cdi_kind=lists.cdi_kind,
@@ -124,7 +125,7 @@ class VolcanoGpushareFamily:
     # -- offers ------------------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
-        """Both names: the other one may be in the kubelet's records after a change of strategy."""
+        """Own both names: the other may be in the kubelet's records after a change of strategy."""
         return (
             Ownership.CERTAIN if resource in (MEMORY_RESOURCE, NUMBER_RESOURCE) else Ownership.NONE
         )
@@ -134,7 +135,7 @@ class VolcanoGpushareFamily:
         numbers, or the cards' UUIDs (volcano-gpushare S1, S4, S5).
 
         Raises:
-            OfferError: the cards differ in size, or the list of ids would not fit into a message of
+            OfferError: the cards differ in size, or the list of ids would not fit into a message to
                 the kubelet, or a unit into a card.
         """
         numbered = inventory.numbered
@@ -159,12 +160,12 @@ class VolcanoGpushareFamily:
         )
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """Return nothing: all that can be offered is offered."""
+        """Return no warnings: all that can be offered is offered."""
         del inventory
         return ()
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Nothing to refuse: any number of units makes sense until the pod is known."""
+        """Accept any ids: any number of units makes sense until the pod is known."""
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class VolcanoGpushareFamily:
             f"the agent, the first {'idle GPUs' if whole else 'GPU with room'} (no {GPU_INDEX})",
         )
 
-    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+    def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         """UUIDs of the cards that ``volcano.sh/gpu-index`` names and that are not in MIG mode, by
         container: they are claimed for the pod. Empty where the pod needs more than the node has.
         """
@@ -389,7 +390,7 @@ class VolcanoGpushareFamily:
                     )
                 }
             )
-        if problem := too_long(list_size_bytes(ids)):
+        if problem := why_too_long(list_size_bytes(ids)):
             fitting = self._fitting_factor(numbered)
             remedy = (
                 f"volcanoGpushare.gpuMemoryFactor: {fitting} would fit (0: chosen by the agent)"
@@ -426,8 +427,8 @@ class VolcanoGpushareFamily:
         return _size_mib(inventory.numbered) // self._factor(inventory)
 
     def _refuse_other_amount(self, question: Question) -> None:
-        """Refuse a container whose limit is not the number of ids from the kubelet: then it is
-        another pod than was admitted.
+        """Refuse a container whose limit is not the number of ids from the kubelet: the pod is then
+        not the admitted one.
         """
         pod, name = question.pod, question.resource.name
         container = pod.container(question.container)
@@ -571,7 +572,7 @@ def _ordered(question: Question, gpus: Mapping[str, Gpu]) -> list[DeviceRoom]:
     rooms = {room.device: room for room in question.rooms}
     return sorted(
         (rooms[uuid] for uuid in gpus if uuid in rooms),
-        key=lambda room: question.neighbours.rank(room.device),
+        key=lambda room: question.gpu_uses.rank(room.device),
     )
 
 

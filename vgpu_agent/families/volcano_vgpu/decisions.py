@@ -91,7 +91,7 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
         )
     if (node := pod.annotations[NODE]) != question.node:
         problem = (
-            f"the GPUs were decided for another node than {question.node}, where the pod is bound"
+            f"the GPUs were decided for a node other than {question.node}, where the pod is bound"
         )
         raise refused(pod, NODE, node, problem, _REMEDY_IF_COPIED)
     segments, asking = _segments(pod, offer.names)

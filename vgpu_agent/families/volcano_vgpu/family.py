@@ -139,7 +139,7 @@ class VolcanoVgpuFamily:
             else Decision(shares, f"the scheduler, in {DECISION}", by_scheduler=True)
         )
 
-    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+    def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         """Return container → the UUIDs of its GPUs, by the scheduler's decision.
 
         For a MIG instance, this is the GPU that has it or will be divided for it.
@@ -184,7 +184,7 @@ class VolcanoVgpuFamily:
             demand,
             policy=self._options.policy,
             refused=self._refused_gpus(question),
-            neighbours=question.neighbours,  # which GPUs other families have or may use
+            gpu_uses=question.gpu_uses,  # which GPUs other families have or may use
         )
         shares = tuple(
             Share(room.device, memory_mib(room), request.cores_percent) for room in chosen

@@ -39,7 +39,7 @@ def _since_last_kernel(usage: ContainerUsage, now: float) -> float | None:
 
 
 def _each_card(value: Callable[[GpuUsage], float | None]) -> Callable[[Readings], Iterator[_Row]]:
-    """Make a reading with one series a card, for those whose driver reports the value."""
+    """Make a reading with one series per card, for those whose driver reports the value."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
         index = {gpu.uuid: str(gpu.index) for gpu in readings.inventory.gpus}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.config.types import DEVICE_MODES
-from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, too_long
+from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, why_too_long
 from vgpu_agent.errors import OfferError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
@@ -318,7 +318,7 @@ def _check_lists(
     problems = {}
     for resource in resources:
         ids = resource.ids
-        problem = too_long(list_size_bytes(ids) if isinstance(ids, NumberedIds) else 0)
+        problem = why_too_long(list_size_bytes(ids) if isinstance(ids, NumberedIds) else 0)
         if not problem:
             continue
         remedy = f"{resource.ids_setting}: choose less"

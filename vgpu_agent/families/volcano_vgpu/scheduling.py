@@ -149,7 +149,7 @@ class VolcanoScheduling:
             containers.append(
                 ContainerDemand(
                     ContainerKind.MAIN,  # Volcano's scheduler sees no init containers or sidecars
-                    number=number,
+                    card_count=number,
                     cores_percent=request.cores_percent,
                     memory_units=request.memory_units,
                     memory_percent=request.memory_percent,

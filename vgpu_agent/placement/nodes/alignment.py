@@ -311,7 +311,7 @@ def _domain(view: CardsInUse, place: int, component: Component) -> Domain:
 
 
 class _Search:
-    """Places one pod on Nodes. Nodes in the same state are compared once.
+    """The placement of one pod on Nodes. Nodes in the same state are compared once.
 
     State: the results, by the key of a Node (`_key`).
     """
@@ -414,7 +414,7 @@ def room_for(demand: Demand, hardware: Hardware, taken: Sequence[Amounts], cards
     return min(
         (
             _fitting(
-                each.number,
+                each.card_count,
                 [_copies(each, hardware, hardware.cards[card], taken[card]) for card in cards],
             )
             for each in demand.containers

@@ -39,8 +39,8 @@ Amounts = tuple[int, int, int]
 NOTHING: Amounts = (0, 0, 0)
 
 _KINDS = tuple(ContainerKind)  # iterating an enum is slow
-# `Candidate.rank`, the same for all cards: the families that they serve are not known here. Any
-# rank will do but `OTHERS`, that of cards that other families have, which come last.
+# `Candidate.rank`, the same for all cards: the families that they serve are not known here. Not
+# `OTHERS`, which would mark all cards as those of another family.
 _RANK = OTHERS - 1
 
 
@@ -56,10 +56,11 @@ class Placement(msgspec.Struct, frozen=True):
     """The cards of a pod on a Node.
 
     Attributes:
-        shares: of each container of the demand, in its order; by number of the cards.
+        shares: of each container of the demand, in its order; each sorted by card number.
         footprint: card → the amounts that the pod takes of it (`footprint`).
-        fallback: what the cards have instead where the pod's topology mode could not be followed,
-            as text for the pod's owner; empty where it was followed, or there is none.
+        fallback: where the pod's topology mode could not be followed, what the cards have instead
+            of the links or the NUMA node that it asks for, as text for the pod's owner, e.g. ``no
+            NVLinks, but one NUMA node``; empty where the mode was followed, or there is none.
     """
 
     shares: tuple[tuple[CardShare, ...], ...]
@@ -133,45 +134,46 @@ def allocate(
     if refusal := _refused_by_node(demand, hardware, taken, unwanted or {}):
         return refusal
     # what is taken of each card, with the containers that are placed so far
-    left: Sequence[Amounts] = taken
+    taken_now: Sequence[Amounts] = taken
+    # by position of the container in the demand
     shares: dict[int, tuple[CardShare, ...]] = {}
-    numbers = {
-        kind: [number for number, each in enumerate(demand.containers) if each.kind is kind]
+    positions = {
+        kind: [position for position, each in enumerate(demand.containers) if each.kind is kind]
         for kind in _KINDS
     }
 
     fallback = ""
 
-    def cards(number: int, among: Collection[int] | None = None) -> Sequence[CardShare] | Refusal:
+    def cards(position: int, among: Collection[int] | None = None) -> Sequence[CardShare] | Refusal:
         nonlocal fallback
         found = _cards(
-            demand, demand.containers[number], hardware, left, unwanted or {}, among=among
+            demand, demand.containers[position], hardware, taken_now, unwanted or {}, among=among
         )
         if isinstance(found, Refusal):
             return found
         fallback = fallback or found.fallback
         return found.shares
 
-    for number in (*numbers[ContainerKind.SIDECAR], *numbers[ContainerKind.MAIN]):
-        found = cards(number)
+    for position in (*positions[ContainerKind.SIDECAR], *positions[ContainerKind.MAIN]):
+        found = cards(position)
         if isinstance(found, Refusal):
             return found
-        shares[number] = tuple(found)
-        left = _with(left, found)
+        shares[position] = tuple(found)
+        taken_now = _with(taken_now, found)
     used = {share.card for each in shares.values() for share in each}
     # An init container runs alone beside the sidecars. It gets cards that the pod has anyway, if
     # they have room.
-    left = taken
-    for number in numbers[ContainerKind.SIDECAR]:
-        left = _with(left, shares[number])
-    for number in numbers[ContainerKind.INIT]:
-        found = cards(number, used)
+    taken_now = taken
+    for position in positions[ContainerKind.SIDECAR]:
+        taken_now = _with(taken_now, shares[position])
+    for position in positions[ContainerKind.INIT]:
+        found = cards(position, used)
         if isinstance(found, Refusal):
-            found = cards(number)
+            found = cards(position)
         if isinstance(found, Refusal):
             return found
-        shares[number] = tuple(found)
-    ordered = tuple(shares[number] for number in range(len(demand.containers)))
+        shares[position] = tuple(found)
+    ordered = tuple(shares[position] for position in range(len(demand.containers)))
     kinds = [each.kind for each in demand.containers]
     return Placement(ordered, footprint(kinds, ordered), fallback)
 
@@ -186,16 +188,19 @@ def card_reasons(
 
     Each container is compared with the Node as if it was the pod's only one. The reasons are those
     of the first container that does not fit; empty where each container fits. If the pod does not
-    want a card that is also full, the first reason counts. Arguments as in `allocate`.
+    want a card that is also full, the pod's own reason counts (in `allocate`, the card's).
+    Arguments as in `allocate`.
     """
     skipped = unwanted or {}
     for container in demand.containers:
         reasons: collections.Counter[Reason] = collections.Counter()
-        for number, card in enumerate(hardware.cards):
-            reason = skipped.get(number) or why_not(container, hardware, card, taken[number])
+        for card_number, card in enumerate(hardware.cards):
+            reason = skipped.get(card_number) or why_not(
+                container, hardware, card, taken[card_number]
+            )
             if reason:
                 reasons[reason] += 1
-        if len(hardware.cards) - reasons.total() < container.number:
+        if len(hardware.cards) - reasons.total() < container.card_count:
             return dict(reasons)
     return {}
 
@@ -230,8 +235,8 @@ def _refused_by_node(
     taken: Sequence[Amounts],
     unwanted: Mapping[int, Reason],
 ) -> Refusal | None:
-    """Return a reason for which the Node cannot serve the pod that is found from sums over all
-    cards, without choosing cards (vgpu-manager §5.2, 3e); None where there is none.
+    """Check, from sums over all cards and without choosing any, whether the Node can serve the pod
+    (vgpu-manager §5.2, 3e); return the reason if not, otherwise None.
     """
     # `VIRTUAL` is for Nodes that offer more memory than their cards have
     if demand.memory_policy and demand.memory_policy != (
@@ -240,7 +245,7 @@ def _refused_by_node(
         return Refusal(Reason.NodeMemoryTypeMismatch)
     free = _free(hardware, tuple(taken))
     # the number of cards that take containers, without those that the pod rules out
-    acceptable = free.cards - sum(hardware.cards[number].blocked is None for number in unwanted)
+    acceptable = free.cards - sum(hardware.cards[card].blocked is None for card in unwanted)
     most = most_of_a_container(demand)  # for each amount, that of the container that asks for most
     # where cards differ, a request for a percentage of a card's memory counts as 0 MiB
     slots, memory, cores = total(
@@ -270,7 +275,7 @@ class _Free(NamedTuple):
         memory_mib: free memory.
         cores_percent: free compute.
         largest_mib: the memory of the largest card, taken or not.
-        strongest_percent: the most compute that a card is offered with.
+        strongest_percent: the highest percentage of compute that any card offers, taken or not.
         are_alike: all have the same memory.
     """
 
@@ -321,30 +326,30 @@ def _cards(
     """Choose the cards of one container, from the numbers in ``among`` or, if None, from all."""
     reasons: collections.Counter[Reason] = collections.Counter()
     candidates = []
-    for number, card in enumerate(hardware.cards):
-        if among is not None and number not in among:
+    for card_number, card in enumerate(hardware.cards):
+        if among is not None and card_number not in among:
             continue
-        reason = why_not(container, hardware, card, taken[number]) or unwanted.get(number)
+        reason = why_not(container, hardware, card, taken[card_number]) or unwanted.get(card_number)
         if reason:
             reasons[reason] += 1
             continue
         score = 0.0
         # binpack takes the fullest cards first, spread the emptiest
         if demand.device_policy != NONE:
-            slots, memory, cores = taken[number]
+            slots, memory, cores = taken[card_number]
             parts = (  # the free parts of its slots, memory and compute, from 0 to 1
                 (card.slots - slots) / card.slots,
                 (card.memory_mib - memory) / max(card.memory_mib, 1),
                 (card.cores_percent - cores) / card.cores_percent,
             )
             score = policy_score(demand.device_policy, parts)
-        candidates.append(Candidate(str(number), number, card.numa, _RANK, score))
-    if len(candidates) < container.number:
+        candidates.append(Candidate(str(card_number), card_number, card.numa, _RANK, score))
+    if len(candidates) < container.card_count:
         [(most, _)] = reasons.most_common(1) or [(Reason.InsufficientGPUCards, 0)]
         return Refusal(most, dict(reasons))
     chosen = by_topology(
         in_order(candidates, demand.device_policy),
-        container.number,
+        container.card_count,
         demand.device_policy,
         demand.topology_mode,
         _links(hardware) if demand.topology_mode in {LINK, LINK_STRICT} else _NO_LINKS,
@@ -357,11 +362,11 @@ def _cards(
         )
     shares = tuple(
         CardShare(
-            number,
+            card_number,
             container.cores_percent,
-            container.memory_mib(hardware.cards[number].memory_mib, hardware.memory_factor),
+            container.memory_mib(hardware.cards[card_number].memory_mib, hardware.memory_factor),
         )
-        for number in sorted(card.number for card in chosen.cards)
+        for card_number in sorted(card.number for card in chosen.cards)
     )
     return _ContainerCards(shares, chosen.fallback)
 

@@ -22,7 +22,7 @@ class ContainerDemand(msgspec.Struct, frozen=True, cache_hash=True):
 
     Attributes:
         kind: when it runs.
-        number: of cards, at least 1.
+        card_count: the number of its cards, at least 1.
         cores_percent: compute; 0 for no limit.
         memory_units: memory in units of the Node; None for a percentage of the card's memory.
         memory_percent: that percentage.
@@ -30,7 +30,7 @@ class ContainerDemand(msgspec.Struct, frozen=True, cache_hash=True):
     """
 
     kind: ContainerKind
-    number: int
+    card_count: int
     cores_percent: int
     memory_units: int | None
     memory_percent: int = 100
@@ -110,7 +110,7 @@ class MostOfAContainer(NamedTuple):
 def most_of_a_container(demand: Demand) -> MostOfAContainer:
     """Return the most that a container of the pod asks for."""
     return MostOfAContainer(
-        max((each.number for each in demand.containers), default=0),
+        max((each.card_count for each in demand.containers), default=0),
         max((each.cores_percent for each in demand.containers), default=0),
         max((each.memory_units or 0 for each in demand.containers), default=0),
     )
@@ -127,9 +127,9 @@ def total(demand: Demand, memory_factor: int, whole_card_mib: int) -> tuple[int,
 
     def of(container: ContainerDemand) -> tuple[int, int, int]:
         return (
-            container.number,
-            container.number * container.memory_mib(whole_card_mib, memory_factor),
-            container.number * container.cores_percent,
+            container.card_count,
+            container.card_count * container.memory_mib(whole_card_mib, memory_factor),
+            container.card_count * container.cores_percent,
         )
 
     by_kind = {

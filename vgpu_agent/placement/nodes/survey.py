@@ -78,9 +78,9 @@ class Change(msgspec.Struct, frozen=True):
     """A change of the pod with which it would fit at once.
 
     Attributes:
-        field: of the demand that changes: ``memory_units``, ``cores_percent``, ``number`` (of
-            cards), ``topology_mode``, ``memory_policy`` (Nodes with or without oversold memory),
-            ``types`` or ``uuids``.
+        field: of the demand that changes: ``memory_units``, ``cores_percent``, ``card_count``,
+            ``topology_mode``, ``memory_policy`` (Nodes with or without oversold memory), ``types``
+            or ``uuids``.
         value: for an amount, the largest with which it fits; otherwise the new value, empty for
             none.
         nodes: the number of Nodes on which it would fit.
@@ -157,8 +157,8 @@ def copies(
 
 
 class _CardByCard:
-    """Counts the pods of a demand that fit on single cards. Equal cards of which equal parts are
-    taken are counted once.
+    """The count of the pods of a demand that fit on single cards. Equal cards of which equal parts
+    are taken are counted once.
 
     State: the kinds of cards seen so far, and how many pods fit on a card, by its kind and what is
     taken of it.
@@ -247,7 +247,7 @@ def changes(
     """
     alike = _alike(demand, views)
     found = []
-    for field in ("memory_units", "cores_percent", "number"):
+    for field in ("memory_units", "cores_percent", "card_count"):
         if largest := (yield from _largest(demand, field, alike, is_over)):
             changed = _capped(demand, field, largest)
             nodes = yield from _nodes_that_fit(changed, alike, is_over)

@@ -97,9 +97,9 @@ def test_d15_an_instance_that_is_taken_is_exchanged_for_another_of_its_size() ->
         ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2), held=taken(MIG_2_0="other"))
     )
     assert decision.shares == (held_share("MIG-2-1", 9856),)
-    assert f"{U1}[group2-0] is held by team/other" in decision.second_best
-    assert f"so it is {U1}[group2-1] (MIG-2-1)" in decision.second_best
-    assert decision.second_best in decision.by
+    assert f"{U1}[group2-0] is held by team/other" in decision.why_not_named
+    assert f"so it is {U1}[group2-1] (MIG-2-1)" in decision.why_not_named
+    assert decision.why_not_named in decision.by
 
 
 def test_d15_without_another_of_its_size_the_pod_alone_is_refused() -> None:

@@ -187,9 +187,9 @@ class VgpuManagerAdmission:
             place = f"pod {pod.full_name}, container {name}"
             # `is_limit`: the operator has stated that no Node ever has more GPUs. Otherwise the
             # numbers are those of the Nodes seen so far, which refuse nothing.
-            if largest.is_limit and largest.gpus < container.number:
+            if largest.is_limit and largest.gpus < container.card_count:
                 yield (
-                    f"{place}: {keys.number} is {container.number}, and the largest Node has "
+                    f"{place}: {keys.number} is {container.card_count}, and the largest Node has "
                     f"{largest.gpus} GPUs; ask for at most {largest.gpus}"
                 )
             if (container.memory_units or 0) > _MOST_MEMORY_UNITS:
@@ -205,10 +205,10 @@ class VgpuManagerAdmission:
         waits = "the pod waits until there is a larger one"
         for container, name in zip(demand.containers, names, strict=True):
             place = f"container {quoted(name, _SHOWN)}"
-            if not largest.is_limit and 0 < largest.gpus < container.number:
+            if not largest.is_limit and 0 < largest.gpus < container.card_count:
                 yield (
-                    f"{place}: {keys.number} is {container.number}, and the largest Node that was "
-                    f"seen has {largest.gpus} GPUs; {waits}"
+                    f"{place}: {keys.number} is {container.card_count}, and the largest Node that "
+                    f"was seen has {largest.gpus} GPUs; {waits}"
                 )
             if 0 < largest.memory_units < (container.memory_units or 0):
                 yield (
@@ -227,7 +227,7 @@ class VgpuManagerAdmission:
                     f"{keys.cores} or {keys.memory} and no {keys.number}"
                 )
         mode = pod.annotations.get(keys.topology_mode, "").strip().lower()
-        # links to the cards of the pod's peers shall count when its own cards are chosen
+        # links to the cards of the pod's peers are to count when its own cards are chosen
         crosses = policies.is_true(pod.annotations.get(keys.cross_pod, ""))
         if crosses and not mode.startswith("link"):
             yield f"{keys.cross_pod} has no effect without {keys.topology_mode}: link"

@@ -1,8 +1,7 @@
 """The values of users' annotations on pods (vgpu-manager §4.1): the valid ones, and contradictions
 between them.
 
-Schedulers treat an unknown value as ``none``, so the pod would run in another way than its owner
-expects.
+Schedulers treat an unknown value as ``none``, so the pod would not run as its owner expects.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def contradictions(demand: Demand, keys: Keys) -> Iterator[str]:
             )
     named = demand.include_uuids  # in lower case
     # the most cards that a container asks for
-    number = max(container.number for container in demand.containers)
+    number = max(container.card_count for container in demand.containers)
     if named and all(map(_UUID.fullmatch, named)) and len(named) < number:
         yield (
             f"{keys.include_uuid} names {len(named)} GPUs, and a container asks for {number} "

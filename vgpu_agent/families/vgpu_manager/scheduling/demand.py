@@ -127,7 +127,7 @@ def _container_demand(
             memory_percent = cores
     return ContainerDemand(
         container.kind,
-        number=request.number,
+        card_count=request.number,
         cores_percent=cores,
         memory_units=memory,
         memory_percent=memory_percent,

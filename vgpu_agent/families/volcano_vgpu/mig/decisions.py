@@ -94,8 +94,8 @@ def followed(
             )
     if layouts:
         return Decision(shares=(), by=by, layouts=tuple(layouts))
-    # `second_best`: why it is not the scheduler's choice
-    return Decision(tuple(shares), "; ".join([by, *changed]), second_best="; ".join(changed))
+    # `why_not_named`: why it is not the scheduler's choice
+    return Decision(tuple(shares), "; ".join([by, *changed]), why_not_named="; ".join(changed))
 
 
 def remembered(
@@ -156,7 +156,7 @@ def placed(
     ready: dict[str, MigInstance] = {}
     divisible: dict[str, MigLayout] = {}
     lacks: dict[str, str] = {}  # GPU → why it has no such instance and cannot be divided
-    rank = question.neighbours.rank  # by the other families that use the node's GPUs
+    rank = question.gpu_uses.rank  # by the other families that use the node's GPUs
     for room in sorted(question.rooms, key=lambda room: rank(room.device)):
         gpu = question.inventory.gpu(room.device)
         if gpu is None or room.device not in wanted_mib:
