@@ -82,7 +82,7 @@ def replaced(text: str) -> str:
     text = text.replace("apiVersion: policy/v1\n", f"apiVersion: policy/{_POLICY_VERSION}\n")
     text = text.replace('job="vgpu-agent"', f'job="{NAME}"')
     text = text.replace('job="vgpu-scheduler"', f'job="{SCHEDULER}"')
-    # The labels that Helm's own tools look for, behind that of the kustomization.
+    # The labels that Helm's own tools look for, after that of the kustomization.
     return re.sub(
         r"^(  labels:\n    app\.kubernetes\.io/name: .+)$",
         r'\1\n    {{- include "vgpu-agent.labels" . | nindent 4 }}',

@@ -1,4 +1,4 @@
-"""The agent's log: one JSON object a line on stderr,
+"""The agent's log: one JSON object per line on stderr,
 the same shape for our own lines and those of libraries.
 
 Set up once by the command line; every package asks `get` for a logger. Event names are fixed words

@@ -287,7 +287,7 @@ class Inventory(msgspec.Struct, frozen=True):
         """Number → GPU, ascending, for annotations, files and metrics that name GPUs by index over
         a long time.
 
-        A lost card keeps its number, although NVML moves the indices behind it up as soon as it is
+        A lost card keeps its number, although NVML moves the indices after it up as soon as it is
         gone from the bus.
         """
         numbers: dict[int, Gpu] = {}

@@ -121,7 +121,7 @@ class VolcanoScheduler:
             self._process = None
 
     def log_lines(self) -> list[dict[str, Any]]:
-        """The log of this run, one object a line."""
+        """The log of this run, one object per line."""
         with self._log.open("rb") as log:
             log.seek(self._log_from)
             whole = log.read().rpartition(b"\n")[0]

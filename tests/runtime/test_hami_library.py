@@ -176,7 +176,7 @@ async def test_a_missing_library_is_said_with_both_remedies(
         (b"junk" * 100, "not an ELF file"),
         (elf(word=1), "not a 64-bit"),
         (elf(kind=2), "not a shared library"),
-        (elf(machine=183), "another processor"),
+        (elf(machine=183), "other than this node's"),
         (elf(missing=10), "not complete"),
         (
             elf(size=2_008_984),

@@ -146,7 +146,11 @@ def test_a_writer_waits_for_another_one(config: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(bytes(SIZE), "another layout"), (b"", "no file of 8192 bytes"), (None, "symbolic link")],
+    [
+        (bytes(SIZE), "layout that this agent does not write"),
+        (b"", "no file of 8192 bytes"),
+        (None, "symbolic link"),
+    ],
 )
 def test_only_a_file_of_ours_is_changed(content: bytes | None, said: str, tmp_path: Path) -> None:
     """One of an older library has its limits elsewhere."""

@@ -36,10 +36,10 @@ def test_a_constant_has_the_other_value_in_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("vgpu_agent.concurrency:STUCK", "vgpu_agent.concurrency has no constant number STUCK"),
-        ("vgpu_agent.concurrency:Backoff", "has no constant number Backoff"),
-        ("vgpu_agent.concurrency", "has no constant number"),
-        ("vgpu_agent.isolation.mps:CONTAINER_ROOT", "has no constant number CONTAINER_ROOT"),
+        ("vgpu_agent.concurrency:STUCK", "vgpu_agent.concurrency has no numeric constant STUCK"),
+        ("vgpu_agent.concurrency:Backoff", "has no numeric constant Backoff"),
+        ("vgpu_agent.concurrency", "has no numeric constant"),
+        ("vgpu_agent.isolation.mps:CONTAINER_ROOT", "has no numeric constant CONTAINER_ROOT"),
         ("vgpu_agent.nowhere:STUCK_SECONDS", "there is no module vgpu_agent.nowhere"),
     ],
 )
@@ -57,5 +57,5 @@ def test_a_text_takes_the_place_of_a_text_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(mps, "CONTAINER_ROOT", mps.CONTAINER_ROOT)  # taken back after the test
     with_constants.set_constants({"vgpu_agent.isolation.mps:CONTAINER_ROOT": "/elsewhere"})
     assert mps.MpsOptions().directory("r") == "/elsewhere/r"
-    with pytest.raises(SimulationError, match="has no constant text STUCK_SECONDS"):
+    with pytest.raises(SimulationError, match="has no text constant STUCK_SECONDS"):
         with_constants.set_constants({"vgpu_agent.concurrency:STUCK_SECONDS": "long"})

@@ -324,7 +324,7 @@ class ClusterAccess:
                 name,
                 self.pod_cache,
                 journal=self._journal,
-                # keeps no other annotations and labels than these
+                # keeps only these annotations and labels
                 decode_pod=decode.pods_with(pod_keys(self._settings)),
             )
             watches.append(("watch of pods", self.pod_watch))

@@ -227,7 +227,7 @@ class Agent:
             proc_root=settings.gpu.proc_root,
             # records of grants without a spec, which were answered in full in Allocate
             kept_directory=f"{settings.state_directory}/grants",
-            inline=self._cdi.inline,  # replaces CDI names by the edits behind them
+            inline=self._cdi.inline,  # replaces CDI names with the edits behind them
             # cuts at once the regions that containers have made larger
             free_disk_space=self._region_guard.free_disk_space,
             on_file_made=self._on_file_made,

@@ -78,7 +78,7 @@ def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
 
 def opens_another(paths: Iterable[str], place: Place) -> bool:
     """Tell whether these device nodes of a spec, by their paths in a container,
-    open another GPU than the one at ``place``.
+    open a GPU other than the one at ``place``.
 
     Unknown, and so False, where the spec names no node of a GPU, or the driver none of this one.
     """

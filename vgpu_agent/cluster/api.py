@@ -2,7 +2,7 @@
 and the paths of the objects that may be touched.
 
 The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`, `rescue`) know the API
-server only through `Api`, so their tests replace it by a small object in memory. `client` is the
+server only through `Api`, so their tests replace it with a small object in memory. `client` is the
 real one. Paths are those of core/v1 and admissionregistration.k8s.io/v1, as every Kubernetes since
 1.22 serves them.
 """

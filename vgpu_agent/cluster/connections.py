@@ -110,7 +110,7 @@ class Connections:
         """
         access, response = self._access, None
         try:
-            # `failures` turns aiohttp's errors into `ClusterError`, `check` any other answer than a
+            # `failures` turns aiohttp's errors into `ClusterError`, `check` any answer other than a
             # success
             with answers.failures(method, path, seconds, server=access.server):
                 async with asyncio.timeout(seconds):

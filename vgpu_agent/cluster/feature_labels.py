@@ -1,4 +1,4 @@
-"""Keeps the labels of GPU Feature Discovery (GFD) on our Node, unless GFD itself runs.
+"""Keep the labels of GPU Feature Discovery (GFD) on our Node, unless GFD itself runs.
 
 The names of the labels that were written are in an annotation of the Node. So labels of an earlier
 configuration, or of a setting that was switched off, are removed, also after a restart, and labels

@@ -99,7 +99,7 @@ class ListReader:
         return version, token
 
     def _next_brace(self) -> int | None:
-        """Go on behind the next brace that changes `_depth`, and return it;
+        """Go on after the next brace that changes `_depth`, and return it;
         None at the end of the received text. Nothing is read twice.
         """
         ahead = self._ahead

@@ -1,4 +1,4 @@
-"""Keeps our Node in the families' desired state, with as few writes as that takes.
+"""Keep our Node in the families' desired state, with as few writes as that takes.
 
 Schedulers see this node's GPUs only through annotations, labels and quantities of its Node object.
 Old plugins wrote them every 30 seconds, which made clusters of 200 nodes unschedulable. Here the

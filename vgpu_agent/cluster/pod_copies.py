@@ -75,7 +75,7 @@ class State(msgspec.Struct):
 
 
 class PodCopies:
-    """The file: a checksum in the first line, JSON behind it, replaced as a whole."""
+    """The file: a checksum in the first line, then JSON, replaced as a whole."""
 
     def __init__(self, directory: str) -> None:
         """Choose the file in ``directory`` (``stateDirectory``), which `write` makes if missing.

@@ -1,4 +1,4 @@
-"""Keeps annotations and labels of our pods in the families' desired state, which shows a scheduler
+"""Keep annotations and labels of our pods in the families' desired state, which shows a scheduler
 whether its decision was carried out.
 
 No container waits for these writes. They come after its start, are tried until done, and are not

@@ -104,7 +104,7 @@ class _Recreation(msgspec.Struct):
 
 
 class Rescue:
-    """Handles failed and refused pods whenever there are new ones.
+    """The handling of failed and refused pods, whenever there are new ones.
 
     State: the file of `PodCopies`. Everything else is in memory. After a restart it is found again
     by listing this node's failed pods.

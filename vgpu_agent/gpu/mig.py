@@ -1,7 +1,7 @@
 """The MIG instances of a GPU, read so that the result was true at one moment.
 
 The division of a GPU may change while it is read: then handles die between two calls, or a slot,
-NVML's index of a MIG device, holds another instance than a call before. So a reading counts only
+NVML's index of a MIG device, holds a different instance at the next call. So a reading counts only
 when the layout after it is the one that was read. Otherwise it is made again. If the layout keeps
 changing, the caller keeps the previous one and reads again soon. A change of layout is never a
 fault of the GPU.
@@ -84,7 +84,7 @@ class MigReading(msgspec.Struct, frozen=True):
 
     @property
     def trouble(self) -> str:
-        """The reason why there may be other instances than ``instances``;
+        """The reason why there may be more instances than ``instances``;
         empty when all were read.
         """
         return self.layout.unread or "; ".join(

@@ -78,12 +78,12 @@ class NvLinks(msgspec.Struct, frozen=True):
     """The active NVLinks of one GPU.
 
     Attributes:
-        peers: the sysfs PCI address of the GPU at the far end, one entry a link.
-        switches: number of links that lead to an NVSwitch.
+        peers: the sysfs PCI address of the GPU at the far end, one entry per link.
+        switch_links: number of links that lead to an NVSwitch.
     """
 
     peers: tuple[str, ...] = ()
-    switches: int = 0
+    switch_links: int = 0
 
 
 class Nvml:
@@ -457,7 +457,7 @@ class Nvml:
             return ""
 
     def _optional(self, name: str, /, *arguments: Any) -> Any:
-        """Do as `_call`, and return None for what this card, driver or container does not have."""
+        """Call like `_call`, but return None for what this card, driver or container lacks."""
         try:
             return self._call(name, *arguments)
         except NvmlError as err:

@@ -1,7 +1,7 @@
-"""The decision when to reopen the driver, which is the only way to see cards that came or went.
+"""The choice of the moment to reopen the driver, the only way to see cards that came or went.
 
 Opening takes the driver seconds on some nodes, so it is not done at every poll but for a reason:
-cards do not answer, answer again, the kernel module drives other cards than before, or the driver
+cards do not answer, answer again, the kernel module drives different cards, or the driver
 failed as a whole. A reason that stays is tried again after pauses that double, up to
 `_LONGEST_PAUSE_POLLS` polls. An opening after which not even the cards could be counted leaves the
 pause as it is: the next poll tries again.
@@ -22,7 +22,7 @@ _LONGEST_PAUSE_POLLS = 6
 
 
 class Reopening:
-    """Decides on the next opening.
+    """The decision about the next opening.
 
     Attributes:
         interval_seconds: the interval of the polls, and the first pause.

@@ -37,8 +37,8 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
         except NvmlError as err:
             troubles.append(f"NVLinks of {gpu.uuid}: {err}")
     nvlinks = count_nvlinks(addresses, {uuid: found.peers for uuid, found in ends.items()})
-    # GPUs with links to switches are connected through these, with the links of the one with fewer.
-    switch_links = {uuid: found.switches for uuid, found in ends.items()}
+    # GPUs with links to switches are connected through these; the smaller count applies.
+    switch_links = {uuid: found.switch_links for uuid, found in ends.items()}
     links: Links = {}
     for (one, one_handle), (other, other_handle) in itertools.combinations(cards, 2):
         try:
@@ -63,8 +63,8 @@ def count_nvlinks(
 
     Args:
         addresses: PCI address by UUID.
-        peers: PCI addresses at the far ends, by UUID. Each link shows at both of its ends; a switch
-            is the end of none of our GPUs.
+        peers: PCI addresses at the far ends, by UUID. Each link shows at both of its ends; the
+            addresses of switches are ignored.
     """
     uuids = {address: uuid for uuid, address in addresses.items()}
     seen: dict[frozenset[str], int] = {}

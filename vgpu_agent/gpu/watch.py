@@ -1,4 +1,4 @@
-"""The watch over the node's GPUs: the entry of this package.
+"""Watching the node's GPUs: the entry of this package.
 
 `GpuWatch` keeps two snapshots that any component may read or wait for: the GPUs and their health
 (`inventory`), and their load (`usage`). It detects trouble in three ways, because each alone misses

@@ -2,7 +2,8 @@
 because each send wakes the other side up and costs a system call on both.
 
 grpclib writes headers, message and trailers one after the other, and several calls may be answered
-in one iteration of the event loop. `connection` replaces the transport of every connection by this.
+in one iteration of the event loop. `connection` replaces the transport of every connection with
+this.
 """
 
 from __future__ import annotations

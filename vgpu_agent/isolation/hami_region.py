@@ -19,7 +19,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SIZE = 2_008_953  # the structure and the one byte that the library writes behind it
+SIZE = 2_008_953  # the structure and the one byte that the library writes after it
 MAX_DEVICES = 16
 NO_CORES_LIMIT = 100
 
@@ -41,7 +41,7 @@ _SEMAPHORE_POSTINIT = 2_008_920
 # glibc's sem_t with value 1: a 64-bit value and waiter count, then the mark of a semaphore that
 # processes share.
 _FREE_SEMAPHORE = struct.pack("<QI", 1, 128)
-_RECENT_KERNEL = 2  # the library's own first value: kernels ran lately
+_RECENT_KERNEL = 2  # the library's own first value: kernels ran recently
 _PRIORITY = 1  # CUDA_TASK_PRIORITY's default
 
 

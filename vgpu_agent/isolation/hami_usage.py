@@ -3,7 +3,7 @@ makes.
 
 The region belongs to the container, which may write anything into it, or cut the file short while
 it is read. So nothing here trusts a byte: whatever the content, the answer is a usage or a reason.
-Only the head (all that stands before the slots), a few fields behind the slots, and the slots in
+Only the head (all that stands before the slots), a few fields after the slots, and the slots in
 use (one for each process) are read, through a function, so that the reader of the file copies a few
 pages instead of keeping two megabytes mapped.
 Layouts: hami-core §2.1 to §2.3. Called by `runtime.container_usage`.
@@ -92,7 +92,7 @@ class _Layout(msgspec.Struct, frozen=True):
         sm_used: within a slot: its use of compute of the first device, in percent.
         sm_size: from there to the same of the next device.
         status: within a slot: 0 when the slot's process has ended normally.
-        proc_num: the number of slots in use, and behind it ``utilization_switch``.
+        proc_num: the number of slots in use, followed by ``utilization_switch``.
         last_kernel_time: of the last kernel launch; None where the layout has none.
     """
 

@@ -237,7 +237,7 @@ def devices_json(ids: Sequence[str]) -> bytes:
 
 
 def _text(text: str, size: int) -> bytes:
-    """The text, cut between two characters so that it fits with a zero behind it."""
+    """The text, cut between two characters so that it fits with a zero after it."""
     return text.encode()[: size - 1].decode(errors="ignore").encode()
 
 

@@ -60,7 +60,7 @@ class DirectoryState(msgspec.Struct, frozen=True):
 
 
 class DirectoryWatch:
-    """The watch over the directory, which keeps `state` up to date.
+    """The watch on the directory, which keeps `state` up to date.
 
     inotify wakes it within a millisecond; a look every ``poll_seconds`` makes up for lost events,
     for a replaced directory, and for a failed inotify (one warning, then polling alone).

@@ -38,7 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Inotify:
-    """A watch over at most one directory at a time;
+    """A watch on at most one directory at a time;
     calls ``wake`` on the event loop for each batch of changes.
 
     Raises:

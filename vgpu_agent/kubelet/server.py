@@ -379,7 +379,7 @@ class DevicePlugin:
         return None
 
     async def _until_another(self, kubelet: SocketIdentity) -> None:
-        """Wait until there is another kubelet than this one, or until this is to stop."""
+        """Wait until there is a kubelet other than this one, or until this is to stop."""
         while not self._stopping.is_set():
             version, now = self._directory.state.version, self._directory.state.value.kubelet_socket
             if now is not None and now != kubelet:

@@ -7,7 +7,7 @@ GPU until it is free. A withdrawal is the moment in which schedulers see fewer i
 already, and the kubelet still has them, for the pods that are on their way. This module brings the
 four in line with each change of the ledger. On a node with one family there is nothing to decide.
 
-`book` has one `Arbitration`, asks it about each device, and reports every change to it.
+`book` has one `Arbitration`, asks it about each device, and tells it of every change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Arbitration:
-    """The decision which families are offered which GPUs.
+    """The decision about which families are offered which GPUs.
 
     State: claims, turns, drains and withdrawals, and the devices of the newest change. The offers,
     grants and cordons are the ledger's.
@@ -86,14 +86,14 @@ class Arbitration:
 
     def withhold(self, families: Iterable[str]) -> bool:
         """Give no turns to ``families``, whose resources are not offered to the kubelet at the
-        moment; return whether these are others than before.
+        moment; return whether these have changed.
         """
         withheld, before = frozenset(families), self._withheld_families
         self._withheld_families = withheld
         return withheld != before
 
     def claim(self, claims: Iterable[Claim]) -> bool:
-        """Keep GPUs for exactly ``claims``; return whether these are others than before."""
+        """Keep GPUs for exactly ``claims``; return whether these have changed."""
         if (ordered := in_order(claims)) == self.claims:
             return False
         self.claims, self.oldest_claims = ordered, oldest_by_gpu(ordered)
@@ -125,7 +125,7 @@ class Arbitration:
         holding = self.families_by_gpu()
         in_use = {gpu: claim.family for gpu, claim in self.oldest_claims.items()} | holding
         self._turns.follow(in_use, self._candidates)
-        # a GPU is drained for a family that had something lately, has nothing now, and is offered
+        # a GPU is drained for a family that had something recently, has nothing now, and is offered
         # no free GPU
         self._drains.follow(
             self._held_gpus(), holding, self._able_families, lambda: self._offered_free(in_use)

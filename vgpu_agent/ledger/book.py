@@ -873,7 +873,7 @@ def _never(_gpu: str, _family: str) -> str:
 
 
 def _no(_gpu: str, _family: str) -> bool:
-    """Nothing is granted longer than it is offered."""
+    """Tell that nothing is granted longer than it is offered."""
     return False
 
 

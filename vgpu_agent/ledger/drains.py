@@ -3,14 +3,14 @@ another family gets its turn. Pods that run on it stay until they end.
 
 A family with a steady stream of short pods never returns a GPU, because each share that ends is
 taken by the next pod. Pods that no scheduler can place are not visible on the node. The evidence
-that such pods wait is a family that had pods here lately and has none now. When many pods of other
-families have ended since then, the GPU on which pods end fastest is drained. When it is free, it is
-offered to one family after the other, each alone for a while (`turns`), and its own family comes
-last.
+that such pods wait is a family that had pods here recently and has none now. When many pods of
+other families have ended since then, the GPU on which pods end fastest is drained. When it is free,
+it is offered to one family after the other, each alone for a while (`turns`), and its own family
+comes last.
 
-One GPU is drained at a time. If it is not free after as many more pods have ended, a pod on it
-runs for long, and the next GPU is drained instead. `arbitration` holds one `Drains` and reports
-every change to it.
+One GPU is drained at a time. If it is not free after another `ENDS_BEFORE_A_DRAIN` pods have ended,
+a pod on it runs for long, and the next GPU is drained instead. `arbitration` holds one `Drains` and
+tells it of every change of the grants.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Drains:
         families: Collection[str],
         offered: Callable[[], Collection[str]],
     ) -> None:
-        """Take note of a change of the grants, and choose the GPU to drain anew if that is due.
+        """Take note of a change of the grants and, if due, choose another GPU to drain.
 
         Args:
             held: the grants that have shares, by number.

@@ -266,7 +266,7 @@ class Reconciliation:
     ) -> GrantState:
         """Return the state: `IDENTIFIED` once it is certain which container holds the grant,
         `RESERVED` where the pod decides and no decision is known yet, and otherwise `GRANTED`: the
-        records name a container, but not fully, or another one than was decided for.
+        records name a container, but not fully, or not the one that was decided for.
         """
         if interpreted.by_pod:
             decided_for = grant.decided_for if grant else interpreted.decided_for

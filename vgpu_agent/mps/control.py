@@ -157,7 +157,7 @@ class Control:
         return percentage
 
     async def _other_memory_limit(self, limit: DeviceLimit) -> str:
-        """The memory limit that the daemon shows for a GPU, when it is another than the plan's;
+        """The memory limit that the daemon shows for a GPU, when it is not the plan's;
         else empty.
         """
         command = f"get_default_device_pinned_mem_limit {limit.index}"

@@ -161,7 +161,7 @@ class ContainerUsages:
         self._changes.keep_only(names)
 
     def _read(self, names: _Names) -> dict[str, RegionUse | Unreadable]:
-        """Runs in a thread."""
+        """Read the regions; called in a thread."""
         is_alive = self._processes.is_alive if self._processes.visible else _assume_alive
         found: dict[str, RegionUse | Unreadable] = {}
         for directory in self._directories:

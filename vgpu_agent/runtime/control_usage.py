@@ -3,10 +3,10 @@ each container's ``vgpu.config``; for the metrics and for the check of limits (`
 
 One loop, started by `agent`, reads four files in the directory of each container. The container can
 write two of them, the samples of its compute and its spilled memory (allocated for a card, but in
-the host's memory), or replace them by anything. So the agent follows no links and maps no file, and
-treats an unreadable file as unknown. The other two, the limits and the list of processes, are in a
-directory that the container can only read. If the agent sees the host's processes, it also gets the
-processes on each card from the driver, and the container of each from the kernel.
+the host's memory), or replace them with anything. So the agent follows no links and maps no file,
+and treats an unreadable file as unknown. The other two, the limits and the list of processes, are
+in a directory that the container can only read. If the agent sees the host's processes, it also
+gets the processes on each card from the driver, and the container of each from the kernel.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ class DeliveredLibrary:
         if library.machine != _MACHINES.get(here, library.machine):
             raise self.file_error(
                 self.source,
-                f"is built for another processor (ELF machine {library.machine}) than this "
-                f"node's, {here}",
+                f"is built for a processor (ELF machine {library.machine}) other than this node's, "
+                f"{here}",
                 deliver,
             )
         if missing:

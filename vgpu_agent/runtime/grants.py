@@ -403,7 +403,7 @@ class GrantDirectory:
         return result
 
     def _journal_new(self, event: str, level: str, failed: Mapping[str, Mapping[str, str]]) -> None:
-        """Journal the failures that are new or have another error than last time.
+        """Journal the failures that are new or whose error is not that of last time.
         On a node with many pods, repetitions would fill the journal within minutes.
 
         Text after a space in ``event`` keeps its failures apart from others of that event. It is

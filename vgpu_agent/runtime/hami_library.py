@@ -38,7 +38,7 @@ _FUNCTIONS = (
 _REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE\0"
 
 # The size of the region's structure, and the releases that have it (hami-core §2.1).
-# `hami_region.SIZE` is one more: the library writes a byte behind the structure.
+# `hami_region.SIZE` is one more: the library writes a byte after the structure.
 _OUR_LAYOUT = hami_region.SIZE - 1
 _OTHER_LAYOUTS = {
     804_680: "HAMi before 2.3",
@@ -52,8 +52,8 @@ def _layout(library: SharedObject, content: bytes) -> str:
     """The layout of the library's shared region.
 
     Raises:
-        HostFileError: it is not HAMi-core, or its layout is another than that of the agent's
-            regions, or cannot be read.
+        HostFileError: it is not HAMi-core, or its layout is not that of the agent's regions, or
+            cannot be read.
     """
     if _REGION_VARIABLE not in content:
         raise HostFileError(

@@ -69,7 +69,7 @@ _REMEDIES = {
     errno.ENOTDIR: "move away the file that is in the place of a directory",
     errno.EEXIST: "move away the file that is in the place of a directory",
     errno.EISDIR: "move away the directory that stands in the place of the file",
-    errno.ELOOP: "replace the symbolic link by what it names",
+    errno.ELOOP: "replace the symbolic link with what it names",
     errno.ENOENT: "mount the directory into the agent under the same path",
     errno.EIO: "check the disk (see the kernel's log)",
 }

@@ -83,7 +83,7 @@ def _require_ours(descriptor: int, path: str) -> None:
         )
     if os.pread(descriptor, _HEAD.size, 0) != _HEAD.pack(MAGIC, VERSION):
         raise HostFileError(
-            f"{path} has another layout than this agent writes, so its limits are left as they "
+            f"{path} has a layout that this agent does not write, so its limits are left as they "
             "are; recreate the pod"
         )
 

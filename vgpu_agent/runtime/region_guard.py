@@ -71,8 +71,8 @@ class GuardedPlace(NamedTuple):
 
 
 class RegionGuard:
-    """The watch over the files that containers write to. Here *region* means any of them, also
-    those of other backends than HAMi-core.
+    """The watch on the files that containers write to. Here *region* means any of them, also those
+    of backends other than HAMi-core.
 
     State: a descriptor and a watch for each region, and the regions that have grown. A new agent
     makes all of it again from the files.
@@ -294,7 +294,7 @@ class RegionGuard:
                     return
                 os.ftruncate(descriptor, size)
                 if _has_grown(descriptor, size):
-                    # Space behind the end, or in attributes, which the size does not show. The byte
+                    # Space after the end, or in attributes, which the size does not show. The byte
                     # before the end is unused.
                     for name in os.listxattr(descriptor):
                         if name.startswith("user."):

@@ -38,7 +38,7 @@ _RESULTS = {ANYWHERE: "not_aligned", ELSEWHERE: "same_domain", TOGETHER: "same_n
 
 
 class Alignment:
-    """Places pods beside their peers; see the module. No state of its own."""
+    """The placement of pods beside their peers; see the module. No state of its own."""
 
     def __init__(
         self, book: Book, known_pods: KnownPods, number_resource: str, metrics: Metrics

@@ -30,7 +30,7 @@ _LATE_TRIES = 5  # at most, to write the labels that a bound pod lacks
 
 
 class Bindings:
-    """Binds pods: by a Binding alone, or after a patch that writes their labels.
+    """The binding of pods: by a Binding alone, or after a patch that writes their labels.
 
     State: whether the API server takes labels from Bindings, None while that is unknown. The tasks
     that write late labels.

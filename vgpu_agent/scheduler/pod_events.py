@@ -40,7 +40,7 @@ _MAX_REMEMBERED = 10_000  # times of events, each of one pod and reason
 
 
 class PodEvents:
-    """Raises the events.
+    """The events about pods, raised in Kubernetes.
 
     State: the time of the last event of each pod and reason; the events about bound pods that
     wait, and the time from which on the next one may be raised.

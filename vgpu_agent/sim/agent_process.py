@@ -64,7 +64,7 @@ class CommandProcess:
             log_path: where its log goes.
             name: of the program, for error messages.
             environment: its variables in addition to ours.
-            through: a command that executes the one behind it in its own place (exec), such as
+            through: a command that executes the one after it in its own place (exec), such as
                 ``nsenter``, for a process in another network.
             module: the Python module that is run: the package, or one that changes it.
             constants: other values for constants of the package, such as shorter pauses; see
@@ -162,7 +162,7 @@ class CommandProcess:
             await asyncio.sleep(_POLL_SECONDS)
 
     def log_lines(self) -> list[dict[str, Any]]:
-        """The log of this run, one object a line; lines that are no JSON come as ``{"msg": …}``."""
+        """The log of this run, one object per line; a line without JSON becomes ``{"msg": …}``."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_from)
             lines = log.read().decode(errors="replace").splitlines()
@@ -248,7 +248,7 @@ class AgentProcess(CommandProcess):
             debug_listen: the value of the flag ``--debug-listen``.
             flags: more flags of ``run``.
             environment: its variables in addition to ours.
-            through: a command that executes the one behind it in its own place (exec), such as
+            through: a command that executes the one after it in its own place (exec), such as
                 ``nsenter``, for an agent in another network.
             module: the Python module that is run: the agent, or one that changes it.
             constants: other values for constants of the package, such as shorter pauses; see

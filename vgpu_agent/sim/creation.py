@@ -77,7 +77,7 @@ def default_uuids(model: Model, count: int, seed: str) -> list[str]:
 
 
 def check_uuids(uuids: Sequence[str]) -> None:
-    """Refuse what no driver would show: another form than ``GPU-<uuid>``, or the same twice.
+    """Refuse what no driver would show: a form other than ``GPU-<uuid>``, or the same twice.
 
     Raises:
         SimulationError: the message names the wrong UUID, or all of them.

@@ -101,13 +101,13 @@ class Process(ctypes.Structure):
 
     # the values of `kind`
     FREE: Final = 0
-    FIXED: Final = 1  # shown under a pid that was written, whether or not such a process exists
+    FIXED: Final = 1  # shown under a pid given as a number, whether or not such a process exists
     LIVE: Final = 2  # shown while a process holds the lock of the slot
 
     _fields_ = (
         ("kind", _u32),
         ("pid", _u32),
-        ("type", _u32),
+        ("type", _u32),  # 0 compute, 1 graphics, 2 MPS
         ("gpu_instance", _u32),
         ("compute_instance", _u32),
         ("sm_percent", _u32),
@@ -230,7 +230,7 @@ class Event(ctypes.Structure):
 
 
 class Fault(ctypes.Structure):
-    """``struct sim_fault``: how some NVML calls shall go wrong."""
+    """``struct sim_fault``: how some NVML calls are made to fail."""
 
     _fields_ = (
         ("function", _char * 64),  # an NVML function, or the beginning of names and "*"

@@ -36,9 +36,9 @@ def set_constants(constants: Mapping[str, float | str]) -> None:
         except (ImportError, ValueError) as err:
             raise SimulationError(f"{name}: there is no module {module_name}: {err}") from err
         before = getattr(module, constant, None) if constant.isupper() else None
-        word = "text" if isinstance(value, str) else "number"
-        if not isinstance(before, str if word == "text" else int | float):
-            raise SimulationError(f"{name}: {module_name} has no constant {word} {constant}")
+        kind = "text" if isinstance(value, str) else "numeric"
+        if not isinstance(before, str if kind == "text" else int | float):
+            raise SimulationError(f"{name}: {module_name} has no {kind} constant {constant}")
         setattr(module, constant, value)
 
 

@@ -81,7 +81,7 @@ def bounded_by_descriptors(most: int) -> int:
 
 
 class Connections:
-    """Accepts the connections of ``listener`` for ``server``, at most ``max_connections`` at a
+    """The accepted connections of ``listener`` for ``server``, at most ``max_connections`` at a
     time. With ``tls``, a connection gets the TLS context that ``tls`` returns at that moment.
 
     State: the connections, oldest first, until aiohttp's server has forgotten them; those that are

@@ -597,8 +597,8 @@ def _alternatives(words: list[str]) -> str:
 
 
 class _OneLine(logging.Filter):
-    """Turns aiohttp's report of bytes that are not HTTP, an error with a traceback, into one line
-    of our log, because the fault is the client's.
+    """A filter that turns aiohttp's report of bytes that are not HTTP, an error with a traceback,
+    into one line of our log, because the fault is the client's.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

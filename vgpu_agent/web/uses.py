@@ -123,7 +123,7 @@ def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
 def reason(status: AgentStatus, each: HeldBack) -> str:
     """Explain why these ids are not granted, as a sentence without its full stop."""
     gpus = called(status, each.gpus)
-    if not each.family:  # the reason is another than that the GPUs serve a family
+    if not each.family:  # the reason is not that the GPUs serve a family
         return f"{gpus}: {each.reason}"
     serving = [
         use for use in status.ledger.uses if use.gpu in each.gpus and use.family == each.family

@@ -38,7 +38,7 @@ class Body(msgspec.Struct, frozen=True):
 
 
 class Bodies:
-    """Reads bodies of at most ``most_bytes``, each within ``seconds``.
+    """The reader of bodies of at most ``most_bytes``, each within ``seconds``.
 
     State: the slots. Each large body has one of them while it is read, so that only a few are read
     at once. They are shared fairly between the addresses of clients.

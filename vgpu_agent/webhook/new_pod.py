@@ -145,7 +145,7 @@ class NewPod:
         return operations
 
     def _unpinned(self, node: str, pinned: Pinned) -> Iterator[Operation]:
-        """Yield the operations that replace ``nodeName`` by a condition for schedulers."""
+        """Yield the operations that replace ``nodeName`` with a condition for schedulers."""
         spec = self._spec
         yield {"op": "remove", "path": "/spec/nodeName"}
         if pinned is Pinned.HOSTNAME:

@@ -194,7 +194,7 @@ async def test_a_tool_that_counts_the_gpus_otherwise_changes_none(tmp_path: Path
                 command="export", prints=f"version: v1\nmig-configs: {{current: {swapped}}}"
             )
         )
-        assert "shows another division of GPU 0" in await side.divide()
+        assert "shows a division of GPU 0" in await side.divide()
         assert await side.runs() == ["export"]
 
 

@@ -231,7 +231,7 @@ def _require_same_view(inventory: Inventory, exported: Mapping[int, Division]) -
             or collections.Counter(seen.instances) != ours
         ):
             raise MigError(
-                f"nvidia-mig-parted shows another division of GPU {gpu.index} ({gpu.uuid}) than "
-                "the driver, so it may number the GPUs differently; compare `nvidia-mig-parted "
+                f"nvidia-mig-parted shows a division of GPU {gpu.index} ({gpu.uuid}) other than "
+                "the driver's, so it may number the GPUs differently; compare `nvidia-mig-parted "
                 "export` with `nvidia-smi -L`"
             )

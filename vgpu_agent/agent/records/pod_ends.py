@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import Pod, PodCache
 
-# How long ago the Allocate of a grant must have been: the kubelet lists ids right after Allocate,
-# but the watch may show the pod later.
+# Minimum age of a grant before its pod is sought by exclusion: the kubelet lists ids right after
+# Allocate, but the watch may show the pod later.
 _LISTED_SECONDS = 1.0
 
 
 class PodEnds:
     """The ends of pods, joined with the grants.
 
-    State: the number of pods that had ended when the pod of every grant was last known. It is lost
-    with the process, without harm: after a restart all grants come with their pods.
+    State: the number of pods that had ended at the last moment when every grant's pod was known. It
+    is lost with the process, without harm: after a restart all grants come with their pods.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class PodEnds:
     ) -> None:
         """Join ``ledger`` and ``pod_cache``; ``clock`` is the ledger's."""
         self._ledger, self._pod_cache, self._clock = ledger, pod_cache, clock
-        # `PodCache.ends`, the number of pods that were seen to end, at that time
-        self._ends_known = 0
+        # `PodCache.ends`, the number of pods that were seen to end, at that moment
+        self._ends_when_all_known = 0
 
     def pending(self) -> frozenset[str]:
         """Return keys for the ends of pods that the ledger may not have followed yet.
@@ -49,8 +49,8 @@ class PodEnds:
         holders = {grant.owner.pod_uid for grant in self._ledger.grants if grant.owner is not None}
         found = {uid for uid in holders if uid and self._pod_cache.has_ended(uid)}
         if not any(self._is_unnamed(grant) for grant in self._ledger.grants):
-            self._ends_known = self._pod_cache.ends
-        elif self._pod_cache.ends != self._ends_known:
+            self._ends_when_all_known = self._pod_cache.ends
+        elif self._pod_cache.ends != self._ends_when_all_known:
             found.add(f"end {self._pod_cache.ends}")
         return frozenset(found)
 
@@ -72,7 +72,7 @@ class PodEnds:
         if (
             not self._pod_cache.synced.is_set()
             or self._pod_cache.left_out  # a pod outside the cache may be the holder
-            or self._pod_cache.ends == self._ends_known
+            or self._pod_cache.ends == self._ends_when_all_known
         ):
             return False
         if records.entries is None:
@@ -85,8 +85,8 @@ class PodEnds:
         )
         if not all(self._pod_cache.has_ended(entry.owner.pod_uid) for entry in entries):
             return False
-        # `holdings`, not `entries`: those are the lines of the checkpoint, which has no names of
-        # pods, and still has pods that have ended
+        # `holdings`, not `entries`: `entries` are the lines of the checkpoint, which lack the names
+        # of pods, and may be of pods that have ended
         listed = {
             (held.owner.namespace, held.owner.pod)
             for held in records.holdings

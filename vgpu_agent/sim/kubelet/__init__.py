@@ -1,1 +1,1 @@
-"""A stand-in kubelet on another gRPC library than the agent's."""
+"""A stand-in kubelet on a gRPC library other than the agent's."""

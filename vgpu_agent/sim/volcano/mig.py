@@ -73,8 +73,8 @@ class InstanceUse:
 
     def book(self, claimed: str) -> int:
         """Count an instance as used, and return its memory units; 0 for an instance that does not
-        exist. ``claimed`` is the card's UUID in a pod's annotation, with ``[group-position]``
-        behind it.
+        exist. ``claimed`` is the card's UUID in a pod's annotation, followed by
+        ``[group-position]``.
         """
         match = _PLACE.search(claimed)
         found = next(

@@ -45,7 +45,7 @@ _LONGEST_REASON = 600
 LONGEST_SEARCH = 320
 _POD = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _MIB_PER_GIB = 1024
-# kinds of problems that the page calls by another word than `ProblemKind`
+# kinds of problems for which the page has a word other than that of `ProblemKind`
 _PARTS = {ProblemKind.LEDGER: "kubelet's records", ProblemKind.TASK: "agent"}
 
 

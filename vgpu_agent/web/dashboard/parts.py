@@ -43,8 +43,8 @@ class Parts:
         ``content`` is the HTML inside, with marks for the parts in it.
         """
         self._html[part] = content
-        named = f' class="{css}"' if css else ""
-        return f'<{tag} id="{part}"{named}>\0{part}\0</{tag}>'
+        css_attribute = f' class="{css}"' if css else ""
+        return f'<{tag} id="{part}"{css_attribute}>\0{part}\0</{tag}>'
 
     def bar(self, part: str, percent: float, *, css: str) -> str:
         """Add a horizontal bar of a drawing that is 100 units wide, and return its element."""
@@ -66,7 +66,9 @@ class Parts:
         return _MARK.sub(lambda mark: self.whole(mark[1]), content) if "\0" in content else content
 
     def differing(self, other: Parts) -> Iterator[str]:
-        """Yield the ids of parts that ``other``, the earlier state, lacks or has otherwise."""
+        """Yield the ids of parts that ``other``, the earlier state, lacks or has with other
+        content.
+        """
         for part, content in self._html.items():
             if other._html.get(part) != content or other._items.get(part) != self._items.get(part):
                 yield part
