@@ -103,8 +103,8 @@ class ClusterAccess:
         supervisor: Supervisor,
         named_configuration: NamedConfiguration | None = None,
     ) -> None:
-        """Build it without any request; ``named_configuration``, which a label of the Node chooses,
-        gets the label, and its choice is remembered.
+        """Make no request yet. ``named_configuration``, which a label of the Node chooses, gets the
+        label's value, and its choice is remembered.
         """
         self.pod_cache = PodCache()
         self.connected = False
@@ -263,7 +263,7 @@ class ClusterAccess:
             if watch is not None:
                 yield watch.status
         for config_map in self.config_maps.values():
-            # without either, the namespace is not watched
+            # a namespace without lists and errors is not watched
             yield from (
                 status for status in config_map.statuses.values() if status.lists or status.errors
             )
@@ -370,7 +370,7 @@ class ClusterAccess:
             notices: messages to the owners of pods.
             wake: advances when the desired state may have changed.
             tokens: the kubelet's UID of a pod → the tokens of its grants.
-            pods_are_starting: whether the kubelet is starting pods now.
+            pods_are_starting: tells whether the kubelet is starting pods now.
             offered_names: returns the names of the resources that this agent offers.
             family_names: returns resource → its family.
             counts_sent: returns resource → the counts of the ids that the kubelet was sent last.
@@ -493,7 +493,7 @@ class ClusterAccess:
         now: float,
     ) -> DesiredNode:
         if self._leaving_at:
-            # what an agent that has left for good has to remove from the Node
+            # removes from the Node all that an agent which leaves for good has written
             return (
                 allocator.cleanup(self._leaving_at)
                 .joined(gpu_status.cleanup(node))
@@ -613,6 +613,7 @@ class ClusterAccess:
             await self.client.close()
 
     def _facts(self) -> Remembered:
+        """Return the data to be remembered for a restart."""
         node, named = self.node, self._named_configuration
         in_force = named.in_force if named else None
         return Remembered(

@@ -258,7 +258,8 @@ class Agent:
                 read_records=KubeletRecordsReader(
                     self._pod_resources,
                     kubelet_settings.checkpoint_path,
-                    # in early binding, our answers for all containers and not for one alone
+                    # in early binding, the checkpoint's copies of our answers to all containers,
+                    # and not to one alone
                     needs_all_answers=lambda: (
                         self._allocator.mode is not None and not self._allocator.is_late
                     ),
@@ -381,7 +382,7 @@ class Agent:
             proc_root=settings.gpu.proc_root,
             pause_seconds=settings.gpu.usage_seconds,
         )
-        # what vgpu-control needs on the node: the registry of processes and samples of compute use
+        # services that vgpu-control needs: the registry of processes, and samples of compute use
         self._library_services = LibraryServicesInForce(
             self._families.services,
             ledger=self._ledger,
@@ -558,8 +559,9 @@ class Agent:
         self._mps.start()
         await self._offering.sync()
         self._start_loops(settings)
-        # what to do when the next agent comes: end all that two agents must not do at once; let it
-        # register while this one still answers; undo that if it ends before
+        # When the next agent comes, the first ends all that two agents must not do at once, the
+        # second lets that agent register while this one still answers, and the third undoes the
+        # second if that agent ends first.
         await self._succession.listen(self._hand_over, self._unlink, self._serve_again)
         self._report.starting = ""
         inventory = self._gpu_watch.inventory.value
@@ -620,7 +622,7 @@ class Agent:
                 self._supervisor.start(
                     "limits",
                     LimitsWatch(
-                        # what the libraries in containers write about limits and use
+                        # limits and use, as the libraries in containers write them
                         evidence=(self._container_usages.usage, self._controlled_uses.uses),
                         status=self._report.status,
                         journal=self._journal,
@@ -643,9 +645,9 @@ class Agent:
         """Register in the place of the agent that serves the node, as soon as it lets go; without
         one, do nothing.
 
-        All is ready by then: the sockets are served and the lists encoded. What the other agent has
-        given since this one read the records is read again, and until then the kubelet's calls
-        wait.
+        All is ready by then: the sockets are served and the lists encoded. The grants that the
+        other agent has made since this one read the records are read afterwards, and until then the
+        kubelet's calls wait.
         """
         starting, reason = (
             self._report.starting,
@@ -679,7 +681,9 @@ class Agent:
         await self._grant_keeping.load()
         has_caught_up = await self._verification.catch_up()
         self._pod_resources.allow_lists()
-        if not has_caught_up:  # to grant what others hold would be worse than ids that two pods get
+        # By a List all the same: to grant devices that others hold would be worse than ids that the
+        # kubelet gives to two pods.
+        if not has_caught_up:
             await self._verification.rebuild()
 
     async def _register_beside(self) -> None:
@@ -691,7 +695,8 @@ class Agent:
         await self._register()
 
     async def _unlink(self, resources: Collection[str]) -> bool:
-        """Prepare for a successor that registers beside this agent, see `Offering.unlink`.
+        """Make the kubelet forget its clients of this agent, so that a successor can register
+        beside it (`Offering.unlink`); tell whether that worked.
 
         The kubelet's calls then wait for the successor, and a List of pod-resources would make it
         forget their ids, see `Verification.catch_up`.
@@ -714,7 +719,7 @@ class Agent:
         await self._offering.until_listed(_LIST_SECONDS)
 
     async def _hand_over(self) -> None:
-        """Let go of the node: no loop that writes goes on, then no call is answered any more."""
+        """Let go of the node: first end all loops that write, then answer no call any more."""
         self._report.starting = "another agent has taken over this node"
         for report in self._supervisor.reports:
             # the plugin servers need the first, and end by themselves
@@ -770,8 +775,8 @@ class Agent:
         self._succession.close()
 
     async def _store_records(self) -> None:
-        """Write what the loops of records have not written yet; a disk that hangs delays the stop
-        by no more than `SHUTDOWN_SECONDS`.
+        """Write what the loops of share seconds and audit log have not written yet; a disk that
+        hangs delays the stop by no more than `SHUTDOWN_SECONDS`.
         """
         await self._supervisor.stop("share seconds")
         await self._supervisor.stop("audit log")
@@ -811,7 +816,7 @@ class Agent:
         await self._offering.sync()
 
     def _problems(self) -> Iterable[Problem]:
-        # not before the first registration, as all of the web server
+        # not imported before the first registration, like all of the web server (`late_web`)
         from vgpu_agent.web import problems  # noqa: PLC0415
 
         return problems.known(self._report.status(), time.time())

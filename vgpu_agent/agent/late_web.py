@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.web.exporter import Reviews
     from vgpu_agent.web.server import WebServer
 
-MAX_BODY_BYTES = 65536
+MAX_BODY_BYTES = 65536  # of a request
 # How long one request may take before it is answered with an error.
 REQUEST_TIMEOUT_SECONDS = 10.0
 # How long a stop waits for answers under way.
@@ -110,7 +110,7 @@ class LateWeb:
             debug_listen=settings.debug_listen,
             max_body_bytes=MAX_BODY_BYTES,
             request_timeout_seconds=REQUEST_TIMEOUT_SECONDS,
-            # whether `listen` shows the names of pods, too, as `debug_listen` always does
+            # True: `listen` shows the names of pods, too, as `debug_listen` always does
             pod_names_everywhere=settings.web.pod_names == "all",
             shutdown_seconds=SHUTDOWN_SECONDS,
             exporters=self._exporters,

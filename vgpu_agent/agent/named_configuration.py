@@ -133,6 +133,7 @@ class NamedConfiguration:
 
     def note_in_force(self, loaded: Loaded) -> None:
         """Record that ``loaded`` is in force."""
+        # path and content of the named configuration, which is a file of NVIDIA's plugin
         named, content = loaded.contents.nvidia_file, loaded.contents.nvidia or b""
         self.in_force = InForce(os.path.basename(named), content.decode(errors="replace"))
         self.revision.advance()
@@ -189,7 +190,7 @@ class NamedConfiguration:
         self._set_problem("; ".join(filter(None, (found.problem, unread))))
 
     def _take(self, choice: Choice) -> None:
-        """Make a valid choice the last one; record it if it is not the one of before."""
+        """Make the valid ``choice`` the last one; record it if it differs from the one before."""
         if choice != self.choice:
             self.choice = choice
             self.journal.record(

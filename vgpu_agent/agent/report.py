@@ -67,7 +67,8 @@ class Report:
         families: the families as they were built from the settings in force.
         offering: the plugin servers, one for each resource that is offered.
         overcommits: the starts on GPUs of which a scheduler has assigned more than they have.
-        regions: cuts files back that containers have mounted writable and made grow.
+        grants: the files of the grants.
+        regions: cuts back files that containers have mounted writable and made grow.
         verification: compares the ledger with the kubelet's records.
         reload: the configuration in force, and its changes since the start.
         container_usage: the use by containers, as their regions showed it last.

@@ -1,7 +1,7 @@
 """JSON files in ``stateDirectory``: what a restart would otherwise have forgotten.
 
 Each is a cache: the agent starts without it as well. A damaged file is logged and written again.
-Used by `remembered` and by `records.missing_devices`.
+Used by `remembered`, `records.missing_devices` and `records.share_seconds`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class StateFile(Generic[Facts]):
             directory: ``stateDirectory``; made when it is missing.
             name: the name of the file in it.
             facts: the type that is encoded.
-            when_unreadable: what happens without the content of a damaged file, for the log.
+            when_unreadable: what happens without the content of a damaged file; the log has it as
+                ``remedy``.
             when_not_written: what is lost until the file can be written.
         """
         self._path = Path(directory) / name

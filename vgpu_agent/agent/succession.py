@@ -56,15 +56,16 @@ _logger = log.get(__name__)
 SOCKET = "succession.sock"
 _PROTOCOL = 1
 # Before it answers, an agent makes registrations that fail on purpose (see above) and ends
-# streams (12 s with a kubelet that hangs), writes its records (10 s on a disk that hangs), answers
-# the calls under way or ends them (6 s) and ends its MPS daemons (10 s).
+# streams (12 s with a kubelet that hangs), writes its state files (10 s on a disk that hangs),
+# answers the calls under way or ends them (6 s) and ends its MPS daemons (10 s).
 ANSWER_SECONDS = 45.0
 _LOCK_PAUSE_SECONDS = 0.2  # between two attempts to take the lock
-# A request that does not come at once is none of ours.
+# A request that does not come at once is not one of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 64 * 1024  # a resource name has less than 320 characters
 _REGISTERED = b'{"registered":true}\n'
-# The last line of a successor that has handed over in turn: its predecessor is not needed any more.
+# The last line of a successor that has handed over in turn: its predecessor must not serve again
+# when the connection ends.
 _HANDED_ON = b"{}\n"
 
 
@@ -139,7 +140,7 @@ class Succession:
 
     async def find_predecessor(self, waiting: Callable[[], None]) -> bool:
         """Connect to the agent that serves this node; tell whether there is one. Without one, this
-        agent has the lock.
+        agent has the lock, unless there can be none or another agent hangs.
 
         While another agent has the lock and no socket, it is starting or stopping. Then this waits,
         but not for longer than `ANSWER_SECONDS`, and calls ``waiting`` at each attempt, so that the
@@ -148,7 +149,7 @@ class Succession:
         loop = asyncio.get_running_loop()
         until = loop.time() + ANSWER_SECONDS
         while not await self._connect():
-            if await self._claim():
+            if await self._take_lock():
                 return False
             if loop.time() > until:
                 self._report_silence()
@@ -166,12 +167,12 @@ class Succession:
             return False
         return True
 
-    async def _claim(self) -> bool:
-        """Take the lock of the agent that serves the node; False while another agent has it, which
-        has just begun to serve, or is ending.
+    async def _take_lock(self) -> bool:
+        """Take the lock of the agent that serves the node; return False while another agent has it,
+        which has just begun to serve, or is ending.
 
-        Where there can be no lock, or a predecessor hangs, True all the same: a node without an
-        agent would be worse. `listen` logs the first of these, and `take_over` the second.
+        Where there can be no lock, or a predecessor hangs, return True all the same: a node without
+        an agent would be worse. `listen` logs the first of these, and `take_over` the second.
         """
         if self._predecessor_silent:
             return True
@@ -218,7 +219,7 @@ class Succession:
         if answer is not None and answer.released:
             # the connection stays open: its end would tell that this agent is gone
             self._journal.record("agent.took_over", predecessor=answer.version)
-            await self._claim()
+            await self._take_lock()
             return
         if self._predecessor_silent:
             # It may wake up and answer: it does not begin again while this connection is open.
@@ -233,7 +234,7 @@ class Succession:
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_SECONDS):
-                while not await self._claim():  # noqa: ASYNC110 - a lock of the kernel tells nobody
+                while not await self._take_lock():  # noqa: ASYNC110 - a kernel lock tells nobody
                     await asyncio.sleep(_LOCK_PAUSE_SECONDS)
 
     async def listen(
@@ -243,9 +244,9 @@ class Succession:
         serve_again: Callable[[], Awaitable[None]],
     ) -> None:
         """Let the next agent take over from now on; ``release`` ends all that two agents must not
-        do at the same time. ``unlink`` prepares this one for another that registers the given
-        resources beside it, and tells whether that is possible. ``serve_again`` undoes that, when
-        the other one ends before it has registered.
+        do at the same time. ``unlink`` makes the kubelet forget its clients of the given resources,
+        so that another agent can register beside this one, and tells whether that worked.
+        ``serve_again`` undoes that, when the other one ends before it has registered.
 
         Where no socket can be made for that, it is logged. Then an upgrade leaves the node without
         healthy ids for a moment, as a restart does.
@@ -366,11 +367,12 @@ class Succession:
             self._releasing, self._successor = True, writer
             self._release_over.clear()
             try:
-                # An agent that hung in between must not touch the registration of the next one.
+                # If this agent hung after the request came, the sender has stopped waiting and may
+                # have registered; `unlink` would undo that.
                 if (
                     time.monotonic() < request.waits_until
-                    and await _try(unlink(request.resources))
-                    and not await _registers(reader, writer)
+                    and await _try_unlink(unlink(request.resources))
+                    and not await _successor_registered(reader, writer)
                 ):
                     await serve_again()
                     self._journal.record("agent.successor_lost", level="warning")
@@ -378,7 +380,8 @@ class Succession:
                     return False
                 await release()
             finally:
-                if self._releasing:  # half released, this agent is of no use either
+                # also when `release` failed halfway: this agent cannot serve any more
+                if self._releasing:
                     self._release_lock()
                     self.handed_over.set()
                 self._release_over.set()
@@ -389,9 +392,9 @@ class Succession:
         return answer.released
 
 
-async def _try(unlinking: Awaitable[bool]) -> bool:
+async def _try_unlink(unlinking: Awaitable[bool]) -> bool:
     """Await the call of ``unlink``; tell whether the successor can register beside this agent. When
-    it fails, the streams end first, as where it is impossible.
+    it fails, the streams are ended before the successor registers, as where it is impossible.
     """
     try:
         return await unlinking
@@ -400,9 +403,9 @@ async def _try(unlinking: Awaitable[bool]) -> bool:
         return False
 
 
-async def _registers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """Let the successor register, and wait until it has, but not for ever; False when it is gone
-    before.
+async def _successor_registered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Let the successor register, and wait until it has, but not forever; return False if it is
+    gone first.
     """
     try:
         async with asyncio.timeout(ANSWER_SECONDS):

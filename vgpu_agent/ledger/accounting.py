@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 class Device(msgspec.Struct, frozen=True):
     """A GPU or a MIG instance in the ledger; ``gpu`` is the UUID of its GPU, ``trouble`` is why it
-    must not be granted now (health, or gone), ``divided`` is MIG mode.
+    must not be granted now (health, or gone), ``divided``: it is a GPU in MIG mode.
     """
 
     uuid: str
@@ -41,9 +41,9 @@ class Usage(msgspec.Struct):
     Attributes:
         holders: the number of the resource's held ids where ids name devices, else of shares.
         exclusive: the number of exclusive shares.
-        firm_cores_percent: of grants that no scheduler decided, and that therefore never exceed the
-            device.
-        firm_holders: likewise; only counted where the pod decides.
+        firm_cores_percent: the part of ``cores_percent`` of grants that no scheduler decided, and
+            that therefore never exceed the device.
+        firm_holders: the same part of ``holders``; only counted where the pod decides.
     """
 
     memory_mib: collections.Counter[str] = msgspec.field(default_factory=collections.Counter)
@@ -148,7 +148,8 @@ def usage(
             asked where ids name devices.
     """
     booked = Usage()
-    # summed up here, because every start of a container asks about hundreds of grants
+    # Device → its sums, in the order of the loop below. They are kept as plain numbers, because
+    # every start of a container asks about hundreds of grants.
     of_device: dict[str, list[int]] = {}
     by_ids, family = resource.decided_by is Decider.IDS, resource.family
     for grant in grants:
@@ -196,7 +197,7 @@ def overbooked(
 
     Args:
         resource: the resource whose limits count.
-        booked: by its grants.
+        booked: the amounts that its grants have booked.
         devices: by UUID.
         firm: of the compute and the holders, count only those that no scheduler decided.
     """

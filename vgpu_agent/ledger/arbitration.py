@@ -1,10 +1,10 @@
 """The families that a GPU is offered to, on a node where several have it.
 
 A GPU serves one family at a time, and the families' schedulers know nothing of each other. Claims
-keep a GPU for a pod that is on its way, turns offer a returned GPU to one family after the other,
-and drains make a GPU return that one family would never give back: its pods get nothing new of the
-GPU until it is free. A withdrawal is the moment in which schedulers see fewer ids of a family
-already, and the kubelet still has them, for the pods that are on their way. This module brings the
+keep a GPU for a pod that is on its way, and turns offer a returned GPU to one family after the
+other. Drains make a GPU return that one family would never give back: the family's pods get nothing
+new of it until it is free. A withdrawal is the moment in which schedulers already see fewer ids of
+a family, while the kubelet still has them for pods that are on their way. This module brings the
 four in line with each change of the ledger. On a node with one family there is nothing to decide.
 
 `book` has one `Arbitration`, asks it about each device, and tells it of every change.
@@ -106,8 +106,8 @@ class Arbitration:
 
         Args:
             devices: of the ledger, from now on.
-            number: the number of the round, if this begins one: of the withdrawals that begin with
-                this change of the ledger.
+            number: the number of the round (all withdrawals that begin with this change of the
+                ledger), if there are any.
             holders_unknown: it is not known which family has which GPU.
             listed: the kubelet has been sent a list of ids; before, no withdrawal is needed.
 

@@ -29,8 +29,8 @@ class Context(NamedTuple):
         devices: by UUID.
         cordons: of devices and of whole GPUs.
         grants: those that are `in_the_way` of the resource in question.
-        offers_all_of: whether all ids of a grant are still offered; not so after a change of
-            settings.
+        all_ids_offered: tells whether all ids of a grant are still offered; not so after a change
+            of settings.
         claims: GPU → the oldest claim on it; empty where the caller disregards claims.
         why_waits: GPU, family → why another family is offered the GPU first; empty where none is,
             or where the caller disregards turns.
@@ -42,7 +42,7 @@ class Context(NamedTuple):
     devices: Mapping[str, Device]
     cordons: Cordons
     grants: Sequence[Grant]
-    offers_all_of: Callable[[Grant], bool]
+    all_ids_offered: Callable[[Grant], bool]
     claims: Mapping[str, Claim]
     why_waits: Callable[[str, str], str]
     still_at_kubelet: Callable[[str, str], bool]
@@ -113,7 +113,7 @@ def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:
                 and share.device == device
                 and (share.exclusive or resource.holders_of(device) == 1)
             )
-            if mixed and not known.offers_all_of(grant):
+            if mixed and not known.all_ids_offered(grant):
                 return (
                     "a container admitted under earlier settings still holds it "
                     f"({listed(grant.ids)})"

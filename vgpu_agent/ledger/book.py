@@ -97,12 +97,12 @@ class Ledger:
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
         # decides to which families a GPU is offered, where several could have it
         self._arbitration = Arbitration(self._offers, self._grants, self._cordons, clock)
-        # whether the kubelet was given a list of ids (`listing`); before, nothing is withdrawn
+        # the kubelet was given a list of ids (`listing`); before, nothing is withdrawn
         self._listed = False
         self._passes = 0  # readings of the kubelet's records so far
         # neither the first reading of the kubelet's records nor a later one has shown the holders
         self._holders_unknown = False
-        # whether the kubelet has reported all that was held when this process started
+        # the kubelet has reported all that was held when this process started
         self.rebuilt = False
 
     # -- facts -------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Ledger:
 
     def free_ids(self, resource: str) -> int:
         """Return how many ids of ``resource`` could be granted now."""
-        offered, held = self.resource(resource), self._grants.holder.get(resource, {})
+        offered, held = self.resource(resource), self._grants.number_of.get(resource, {})
         trouble = self._troubles(offered)
         if isinstance(offered.ids, NumberedIds):  # very many, kept as one block for each device
             usable = sum(block.count for block in offered.ids.blocks if not trouble[block.device])
@@ -313,6 +313,7 @@ class Ledger:
             if availability.illness(self._devices, device := self._grants.device_behind(grant, id_))
         ]
         if isinstance(resource.ids, NumberedIds):
+            # each block with True where its ids are healthy, and the other ids
             return NumberedList(
                 tuple((block, not trouble[block.device]) for block in resource.ids.blocks),
                 tuple(gone),
@@ -328,7 +329,7 @@ class Ledger:
         """
         # `holding`: GPU of which something is held → the family that has it
         resource, holding = self.resource(name), self._arbitration.families_by_gpu()
-        held, trouble = self._grants.holder.get(name, {}), self._troubles(resource, turns=False)
+        held, trouble = self._grants.number_of.get(name, {}), self._troubles(resource, turns=False)
         serving, free = dict[str, int](), dict[str, int]()
         for device in self._offers.devices(resource):
             if self.gpu_of(device) not in holding:  # a free GPU: only its own faults count
@@ -448,7 +449,7 @@ class Ledger:
     def audit(self) -> list[str]:
         """List every invariant that does not hold, as sentences; empty when the ledger is sound."""
         problems = accounting.unsound(
-            self._grants.by_number.values(), self._grants.holder, self._devices
+            self._grants.by_number.values(), self._grants.number_of, self._devices
         )
         for resource in self._offers.by_name.values():
             # `firm`: compute and holders that a scheduler has decided do not count
@@ -608,7 +609,7 @@ class Ledger:
 
         before = self._grants.saved()
         for number in ended:
-            self._grants.hand_on(number)
+            self._grants.clear_shares(number)
         for number in self._grants.holders(name, ids):
             self._grants.take_from(self._grants.by_number[number], set(ids))
         self._grants.last_number = max(self._grants.last_number, decided.number)
@@ -650,8 +651,8 @@ class Ledger:
         self._changed()
 
     def redirect(self, number: int, decided_for: tuple[str, str]) -> None:
-        """Record that the shares of grant ``number`` are another container's:
-        two pods that got each other's equal shares.
+        """Record that the shares of grant ``number`` are another container's,
+        for two pods that got each other's equal shares.
         """
         self._grants.by_number[number] = msgspec.structs.replace(
             self._grants.by_number[number], decided_for=decided_for
@@ -684,8 +685,8 @@ class Ledger:
         Args:
             records: the kubelet's records; when incomplete, they may add grants and name owners,
                 and never release a grant.
-            interpret: what a holding means, None when its resource is not ours or is only there to
-                be counted.
+            interpret: returns the meaning of a holding, None when its resource is not ours or is
+                only there to be counted.
             reservation_seconds: how long a reservation may stay that no records have shown.
             newest: `newest` from before the records were read; they do not cover ids that were
                 booked since.
@@ -693,8 +694,8 @@ class Ledger:
                 enter one that only the records show.
             may_release: False while the kubelet itself is still finding its pods again after a
                 restart.
-            still_runs: whether a grant stays although the records do not show it.
-            has_ended: whether the pod of a grant has ended according to the API server.
+            still_runs: tells whether a grant stays although the records do not show it.
+            has_ended: tells whether the pod of a grant has ended according to the API server.
             ended_only: release nothing but grants of ended pods, and do not count this reading for
                 other grants.
 
@@ -762,7 +763,7 @@ class Ledger:
             self._devices,
             self._cordons,
             grants,
-            self._grants.offers_all_of,  # tells a grant that was made under earlier settings
+            self._grants.all_ids_offered,  # tells a grant that was made under earlier settings
             self._arbitration.oldest_claims if claims else {},
             self._arbitration.why_waits if turns else _never,
             self._arbitration.still_at_kubelet if at_kubelet else _no,
@@ -803,8 +804,9 @@ class Ledger:
         *,
         firm: bool = False,
     ) -> None:
-        """Go back to ``before`` and raise when ``grant`` is too much for a device of ``wanted``.
-        With ``firm``, of the compute and the holders only those count that no scheduler decided.
+        """Go back to the grants ``before`` and raise when ``grant`` is too much for a device of
+        ``wanted``. With ``firm``, of the compute and the holders only those count that no scheduler
+        decided.
         """
         excess = self._overbooked(resource, firm=firm) if wanted else {}
         for device in wanted:

@@ -15,7 +15,9 @@ class Cordons:
         self._reasons: dict[str, dict[str, str]] = {}
 
     def set(self, device: str, by: str, reason: str) -> None:
-        """Keep ``device`` back for ``by``; ``reason`` replaces an earlier one of the same owner."""
+        """Keep ``device`` back for the owner ``by``; ``reason`` replaces an earlier one of the same
+        owner.
+        """
         self._reasons.setdefault(device, {})[by] = reason
 
     def lift(self, device: str, by: str) -> bool:

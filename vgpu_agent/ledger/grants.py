@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.offers import Offers
     from vgpu_agent.model import Share
 
-# The evidence (sentences on who has the grant and what decided its shares) of one whose container
-# has ended: its shares have passed to a later container of the pod, together with ids.
+# The evidence of a grant whose container has ended (evidence: sentences on who has the grant and
+# what decided its shares). Its shares have passed to a later container of the pod, with some ids.
 HANDED_ON = ("handed on to a container that came after",)
 
 Saved = dict[int, Grant]  # number of a grant → the grant
@@ -30,9 +30,9 @@ Saved = dict[int, Grant]  # number of a grant → the grant
 class Grants:
     """All grants that are not released.
 
-    State: the grants, the index of their ids, and how often in a row the kubelet's records did not
-    know a grant (`misses`, by its number; one that has an owner is released at the second). One
-    container can hold thousands of ids, so frequent answers about them are cached for each grant.
+    State: the grants, the index of their ids, and how many times in a row the kubelet's records did
+    not know a grant (`misses`, by its number; one that has an owner is released at the second). One
+    container can hold thousands of ids, so the foreign ids of each grant are cached.
     """
 
     def __init__(self, offers: Offers) -> None:
@@ -40,7 +40,7 @@ class Grants:
         self.by_number: dict[int, Grant] = {}
         # Resource → id → number of its grant. A resource that was renamed keeps its ids, and the
         # kubelet may give them again under the new name.
-        self.holder: dict[str, dict[str, int]] = {}
+        self.number_of: dict[str, dict[str, int]] = {}
         # number of a grant → (version of the offers, its ids, those of them that are not offered)
         self._foreign: dict[int, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}
         self.misses: collections.Counter[int] = collections.Counter()
@@ -57,12 +57,12 @@ class Grants:
 
     def restore(self, saved: Saved) -> None:
         """Go back to what `saved` returned, because a later change broke a rule of the ledger."""
-        self.by_number, self.holder = saved, {}
+        self.by_number, self.number_of = saved, {}
         for grant in saved.values():
             self._index(grant)
 
     def device_behind(self, grant: Grant, id_: str) -> str:
-        """Return the device of an id of ``grant``, also when it is not offered any more;
+        """Return the device of an id of ``grant``, even when it is not offered any more;
         empty when unknown.
         """
         if device := self._offers.device(grant.resource, id_):
@@ -83,13 +83,13 @@ class Grants:
             known = self._foreign[grant.number] = (self._offers.version, grant.ids, foreign)
         return known[2]
 
-    def offers_all_of(self, grant: Grant) -> bool:
+    def all_ids_offered(self, grant: Grant) -> bool:
         """Tell whether all ids of the grant are offered under today's settings."""
         return not self.foreign_ids(grant)
 
     def holders(self, resource: str, ids: Iterable[str]) -> set[int]:
         """The numbers of the grants that have any of ``ids``."""
-        index = self.holder.get(resource, {})
+        index = self.number_of.get(resource, {})
         return {number for id_ in ids if (number := index.get(id_)) is not None}
 
     def held_devices(self) -> set[str]:
@@ -107,7 +107,7 @@ class Grants:
         self.by_number.pop(grant.number)
         self.misses.pop(grant.number, None)
         self._foreign.pop(grant.number, None)
-        index = self.holder[grant.resource]
+        index = self.number_of[grant.resource]
         for id_ in grant.ids:
             index.pop(id_, None)
 
@@ -124,9 +124,9 @@ class Grants:
         self.by_number.update(restated)
         return bool(restated)
 
-    def hand_on(self, number: int) -> None:
-        """Take its shares from grant ``number``, whose container has ended; its ids stay with its
-        pod. Unknown numbers are allowed.
+    def clear_shares(self, number: int) -> None:
+        """Clear the shares of grant ``number``, whose container has ended and handed them on; the
+        ids stay with its pod. Unknown numbers are allowed.
         """
         # `RESERVED`: booked, and no container has its shares
         if grant := self.by_number.get(number):
@@ -166,7 +166,8 @@ class Grants:
             or offered.family != grant.family
         ):
             return False
-        return self.offers_all_of(grant)
+        return self.all_ids_offered(grant)
 
     def _index(self, grant: Grant) -> None:
-        self.holder.setdefault(grant.resource, {}).update(dict.fromkeys(grant.ids, grant.number))
+        index = self.number_of.setdefault(grant.resource, {})
+        index.update(dict.fromkeys(grant.ids, grant.number))

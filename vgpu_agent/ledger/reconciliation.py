@@ -92,7 +92,7 @@ class Reconciliation:
 
         Args:
             records: the reading; if it is not complete, it releases no grant.
-            interpret: what a holding means; None if it is not ours to book.
+            interpret: returns the meaning of a holding; None if it is not ours to book.
             reservation_seconds: how long a grant without an owner may stay unconfirmed.
             newest: the number of the last grant from before the records were read; infinity if
                 they are newer than all grants.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TURN_SECONDS = 1.0
 """Longer than most schedulers need from a changed Node to a bound pod,
-and short beside the start of a container.
+and short compared with the start of a container.
 """
 
 _TURN_AND_PAUSE_SECONDS = TURN_SECONDS + WITHDRAWAL_SECONDS
@@ -113,7 +113,7 @@ class Turns:
         """Give the turns of the families that can grant nothing (any more) to those after them, so
         that no turn is wasted. ``able`` are the families that can.
         """
-        gone = round_.turn + round_.pausing
+        gone = round_.turn + round_.pausing  # how many turns are over
         past, coming = round_.families[:gone], round_.families[gone:]
         if all(family in able for family in coming):
             return

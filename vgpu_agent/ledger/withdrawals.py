@@ -30,7 +30,7 @@ LONGEST_WITHDRAWAL_SECONDS = 3.0
 
 
 class Withdrawals:
-    """State: what each family was offered last,
+    """State: the GPUs that each family was offered last,
     and until when the kubelet may still grant GPUs that the family is no longer offered.
 
     Each call of `follow` that withdraws something begins a new round. The numbers of the rounds,
@@ -42,9 +42,10 @@ class Withdrawals:
         self._offered: frozenset[tuple[str, str]] = frozenset()
         # (GPU, family) → the end of its withdrawal, on `_clock`
         self._until: dict[tuple[str, str], float] = {}
-        # whether the agent writes the counts to the Node, and calls `note_written_counts` after it
+        # the agent writes the counts to the Node, and calls `note_written_counts` after it
         self._are_written = False
-        # of each whose count the Node does not show yet: its round, and when that began
+        # (GPU, family) whose withdrawal the counts on the Node do not show yet → its round, and
+        # when that began
         self._unwritten: dict[tuple[str, str], tuple[int, float]] = {}
 
     def follow(
@@ -56,7 +57,7 @@ class Withdrawals:
         Args:
             offered: each GPU and each family that is offered it.
             number: the number of the round, if this call begins one.
-            listed: whether the kubelet has been sent a list yet; otherwise it has nothing to keep.
+            listed: the kubelet has been sent a list; before, it has nothing to keep.
         """
         now, before, self._offered = self._clock(), self._offered, frozenset(offered)
         for each in self._until.keys() & self._offered:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MAX_BYTES = 256 * 1024  # of an export; sixteen GPUs take less than four KiB
 _MAX_SHOWN = 400  # characters of its output in an error
 # how long the end of the tool is waited for, after SIGTERM and again after SIGKILL; and the pause
-# between two looks whether it has ended
+# between two checks of whether it has ended
 _END_SECONDS = 2.0
 _LOOK_SECONDS = 0.02
 
@@ -59,8 +59,8 @@ class MigParted:
         self._setting = setting
 
     async def export(self, gpus: int) -> Mapping[int, Division]:
-        """Return index of each GPU → its division as the tool sees it: whether MIG mode is on, and
-        the number of instances of each profile.
+        """Map the index of each GPU to its division as the tool sees it: whether MIG mode is on,
+        and the number of instances of each profile.
 
         Args:
             gpus: the number of GPUs that the driver shows.
@@ -201,7 +201,7 @@ async def _read(stream: asyncio.StreamReader | None) -> bytes:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Make sure that nothing of the tool's process group runs any more, also when the agent itself
+    """Make sure that nothing of the tool's process group runs any more, even when the agent itself
     is being stopped. A process that the kernel cannot end in time, because it waits for the driver,
     keeps the lock.
     """

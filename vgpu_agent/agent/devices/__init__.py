@@ -1,1 +1,1 @@
-"""The controllers of MPS daemons and MIG instances, by which containers get devices."""
+"""The controllers of MPS daemons, of MIG divisions, and of services for libraries in containers."""

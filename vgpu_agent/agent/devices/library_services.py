@@ -78,7 +78,7 @@ class LibraryServicesInForce:
         self._supervisor, self._journal = supervisor, journal
         self._proc_root, self._cgroup_root = proc_root, f"{sysfs_root}/fs/cgroup"
         self._own_thread = OwnThread("samples file")
-        self._changes = ChangeFilter()
+        self._changes = ChangeFilter()  # of failures, so that each is recorded once
         self._registry_in = ""  # the directory of the running registry; empty if none runs
         self._samples_file: tuple[str, SmUtilFile] | None = None  # the directory and the file in it
         self._sampled: tuple[tuple[int, str], ...] = ()  # index and UUID of each sampled GPU
@@ -92,6 +92,7 @@ class LibraryServicesInForce:
                 )
                 await self._serve_registry()
                 await self._serve_samples()
+                # waits for the next change of one of them
                 await versions.passed(timeout_seconds=_RETRY_SECONDS)
                 await asyncio.sleep(_COALESCING_SECONDS)
         finally:

@@ -66,7 +66,7 @@ class MpsController:
             supervisor,
         )
         self._journal = journal
-        self._withheld_changes = Revision()  # advances when `_withheld` may answer otherwise
+        self._withheld_changes = Revision()  # advances when `_withheld` may answer differently
         self._started = False
         self._supervision = Supervision(
             settings.mps,

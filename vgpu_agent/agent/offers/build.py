@@ -46,7 +46,7 @@ class Found(msgspec.Struct, frozen=True):
     Attributes:
         control_nodes: NVIDIA's control device nodes.
         cdi: IMEX channels, and the device modes that have a CDI spec.
-        facts: what families need to know, without `lists` and `pod_lists` (how containers get
+        facts: the facts that families need, without `lists` and `pod_lists` (how containers get
             their devices), which `build` adds.
     """
 
@@ -104,9 +104,9 @@ async def look_at_node(
     """Look at the node; nothing here waits for the API server.
 
     Args:
-        settings: what is asked for.
-        texts: file of a replaced plugin → those of its texts that count (see `Built.texts`): of the
-            ConfigMaps, and of the last look at files on the node, also that of the agent before
+        settings: those that the families are built from.
+        texts: file of a replaced plugin → those of its texts that count (see `Built.texts`): from
+            the ConfigMaps, and from the last look at files on the node, perhaps by the agent before
             this one.
         libraries: isolation backend → its library, where a family uses it.
         origins: dotted path → where a setting came from.
@@ -137,7 +137,7 @@ async def look_at_node(
         wsl=control_nodes.wsl,
         libraries=libraries,
         cgroup_version=await asyncio.to_thread(_cgroup_version, settings.sysfs_root),
-        # whether the program is there that divides GPUs into MIG instances
+        # the program is there that divides GPUs into MIG instances
         divides=await asyncio.to_thread(_divides, settings),
         # the settings that a flag or a variable has set: they beat the files of a replaced plugin
         given=frozenset(
@@ -154,7 +154,7 @@ def build(settings: Settings, found: Found) -> Built:
     """Build the families that the settings ask for;
     never raises: problems in the files of replaced plugins are reported.
     """
-    lists, pod_lists = list_options(settings, found), _of_pods(settings, found)
+    lists, pod_lists = list_options(settings, found), _pod_list_options(settings, found)
     facts = msgspec.structs.replace(found.facts, lists=lists, pod_lists=pod_lists)
     parts = [family.build(settings, facts) for family in FAMILIES]
     # the families whose ids name devices, those whose pods decide, and those that offer nothing now
@@ -220,7 +220,7 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
     )
 
 
-def _of_pods(settings: Settings, found: Found) -> ListOptions:
+def _pod_list_options(settings: Settings, found: Found) -> ListOptions:
     """Return the same for families whose pods decide. With `cdi.inline` they name CDI devices only:
     when a grant is bound late, the edits that the names stand for are written into its own spec.
     """

@@ -112,7 +112,7 @@ class FamiliesInForce:
 
     @property
     def switched_on(self) -> tuple[tuple[str, bool], ...]:
-        """The families that are switched on, each with whether its pods decide on the devices."""
+        """The families that are switched on, each with True if its pods decide on the devices."""
         families = self._families
         return (
             *((family.name, False) for family in families.id_families),
@@ -258,7 +258,7 @@ class FamiliesInForce:
         refused: dict[str, str] = {}
         id_families, pod_families = [], []
         for family in self._families.id_families:
-            short = family.shortfall(inventory)  # what of its settings these GPUs do not allow
+            short = family.shortfall(inventory)  # its settings that these GPUs do not allow
             cautions += short.cautions
             problems = self._add(family, inventory, offered)
             refused |= {**short.refused, **problems}

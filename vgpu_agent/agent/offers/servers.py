@@ -100,7 +100,7 @@ class Offering:
         self._closed = False  # true while no server is to be started
         # advances with each list that the kubelet is sent, and each stream that ends
         self.lists_sent = Revision()
-        # while it is not set, plugin servers are ready, and do not register
+        # while it is not set, plugin servers get ready, but do not register
         self.may_register = asyncio.Event()
         self.may_register.set()
         self.withheld: dict[str, str] = {}  # resource → why it is not offered
@@ -222,7 +222,7 @@ class Offering:
     async def unlink(self, resources: Collection[str]) -> bool:
         """End the streams of ``resources`` so that the kubelet keeps the healthy ids, and tell
         whether it does: a registration that fails makes it forget its client before. The agent goes
-        on answering calls. Nothing is offered anew before `serve_again`.
+        on answering calls. Nothing new is offered before `serve_again`.
 
         The streams of resources for which it does not work stay open until `hand_over`.
         """

@@ -1,7 +1,7 @@
 """The audit log of grants: which container held which devices, from when to when, and by whose
 decision.
 
-One JSON object a line, in a file that other software may collect (setting ``audit.file``). A file
+One JSON object per line, in a file that other software may collect (setting ``audit.file``). A file
 that has grown to ``audit.maxMib`` is renamed, and the oldest of its predecessors is removed.
 The log says what the ledger knew: a reservation that was dropped before its pod was known has no
 line.
@@ -41,9 +41,9 @@ _KEPT_FILES = 4
 _MAX_WAITING = 10_000
 _WRITE_SECONDS = 10.0  # the time limit of one access to the file
 _RETRY_SECONDS = 10.0  # the longest pause after a failed write
-# A predecessor that stopped longer ago was not followed by this agent at once.
+# A previous process that stopped longer ago was not followed by this one at once.
 _AT_ONCE_SECONDS = 300.0
-# The end of the file, as far as it is searched for the lines of the process before.
+# The size of the end of the file that is searched for lines of the previous process.
 _READ_BACK_BYTES = 4 * 1024 * 1024
 # The events of lines that say that a container has devices.
 _HOLDS = frozenset({"granted", "found", "changed"})
@@ -62,9 +62,9 @@ class AuditLog:
 
     State: the grants that have a line, and the lines that could not be written yet. Lines that
     still wait when the process ends are lost. The next process writes ``started``, and then a line
-    for each grant that it finds; a grant without one has ended in between. Such a line has the
-    event ``found``. It has ``granted`` where the process before has just ended in an orderly way,
-    as when one agent hands over to the next, and has written no line about the grant.
+    for each grant that it finds; a grant without one has ended in between. The line has the event
+    ``found``, or ``granted`` where the previous process has just ended in an orderly way, as when
+    one agent hands over to the next, and has written no line about the grant.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AuditLog:
         self._thread = OwnThread("audit log")
         self._known: dict[int, Grant] = {}  # the grants that have a line, by number
         self._looked = False  # `look` was called before
-        # the containers that have a line of the process before; None where that is not certain
+        # the containers that have a line of the previous process; None where that is not certain
         self._before: frozenset[_Holder] | None = None
         self._waiting: collections.deque[bytes] = collections.deque()
         self._lost = 0  # lines that were dropped since the last write, because too many waited
@@ -101,13 +101,14 @@ class AuditLog:
         """Write a line for each change of a grant, until cancelled."""
         with contextlib.suppress(HostFileError):  # `write` reports a disk that does not answer
             self._before = await self._thread.run(
-                self._path, self._predecessor, seconds=_WRITE_SECONDS
+                self._path, self._previous_holders, seconds=_WRITE_SECONDS
             )
         self._add("started", version=__version__)
         while True:
             versions = Versions(self._ledger.revision)
             self.look()
             written = await self.write()
+            # waits for the next change of the ledger
             await versions.passed(timeout_seconds=None if written else _RETRY_SECONDS)
 
     async def close(self) -> None:
@@ -210,9 +211,9 @@ class AuditLog:
 
     # -- in the thread -----------------------------------------------------------------------------
 
-    def _predecessor(self) -> frozenset[_Holder] | None:
-        """Return the containers of which the process before has written a line; None unless all its
-        lines are in the file and it has ended just now.
+    def _previous_holders(self) -> frozenset[_Holder] | None:
+        """Return the containers of which the previous process has written a line; None unless all
+        its lines are in the file and it has ended just now.
         """
         try:
             with open(self._path, "rb") as file:
@@ -232,8 +233,8 @@ class AuditLog:
         return None
 
     def _just_stopped(self, facts: dict[str, Any]) -> bool:
-        """Tell whether ``facts``, the last line of the file, says that the process before has ended
-        in an orderly way a short time ago.
+        """Tell whether ``facts``, the last line of the file, says that the previous process has
+        ended in an orderly way a short time ago.
         """
         stopped_at: str = facts["at"]
         since = _time(self._clock() - _AT_ONCE_SECONDS)

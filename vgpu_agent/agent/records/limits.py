@@ -3,8 +3,8 @@
 `hami-core` keeps the limits and the usage of a container in a file, its *region*. The container can
 write that file, so a hostile container can raise its own limit. With `vgpu-control`, a container
 can run programs without the library that enforces the limit. The agent prevents neither. It
-compares the files of containers with the grants (`web.limits`), and records each grant whose limit
-is not in force once. Grants under MPS have no such file: they are checked when the file of any
+compares the files of containers with the grants (`web.limits`), and records once each grant whose
+limit is not in force. Grants under MPS have no such file: they are checked when the file of any
 container changes.
 """
 
@@ -53,7 +53,7 @@ class LimitsWatch:
         while True:
             versions = Versions(*self._evidence)
             self.check()
-            await versions.passed()
+            await versions.passed()  # until one of them is newer
 
     def check(self) -> None:
         """Record each grant whose limit is not in force, unless it was recorded before. Grants

@@ -151,12 +151,12 @@ class KubeletRecordsReader:
         Args:
             pod_resources: the client of the kubelet's socket.
             checkpoint: the path of the kubelet's file.
-            needs_all_answers: whether all stored answers are needed (early binding), not only those
-                for the ids in question.
+            needs_all_answers: tells whether all stored answers are needed (early binding), not only
+                those for the ids in question.
             pods: knows the names of pods, the likely next start, and the resources where pods
                 decide; the ids of other resources are not read at all.
-            until_idle: waits a moment for calls of Allocate, whose ids the kubelet forgets when
-                it is asked for its list (kubelet §7).
+            until_idle: waits a moment for the end of calls of Allocate, whose ids the kubelet
+                forgets when it is asked for its list (kubelet §7).
         """
         self._pod_resources = pod_resources
         self._path = checkpoint
@@ -174,7 +174,7 @@ class KubeletRecordsReader:
         Args:
             resource: the resource that the ids are of.
             ids: the ids whose holder is asked for.
-            whole: whether pod-resources has to report every pod.
+            whole: pod-resources has to report every pod.
         """
         wanted = frozenset(ids)
         if not whole and (kubelet_evidence := await self._of_holders(resource, wanted)):

@@ -2,9 +2,9 @@
 
 The sum of one pod and one resource grows by the number of ids that the pod holds of the resource,
 times the seconds. It survives a restart in a file in ``stateDirectory``, and the time in which no
-agent ran is added for pods that still hold their shares. A sum is never less than the one that was
-scraped before, which a reader would take for a new counter: after a crash, only sums of pods that
-still hold their shares are continued.
+agent ran is added for pods that still hold their shares. A sum never falls below a value that was
+scraped, because Prometheus takes a fall for a reset of the counter. The file of a process that
+crashed may be a minute old, so then only sums of pods that still hold their shares are continued.
 
 `composition` runs the loop; `report` reads the sums for the metrics.
 """
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant
 
 _WRITE_SECONDS = 60.0
-# The sum of a pod that has ended is in the metrics for so long, so that each scraper sees its last
+# The sum of a pod that has ended stays in the metrics this long, so that each scraper sees its last
 # value.
 _KEPT_SECONDS = 3600.0
-# More sums are not kept. A node has some hundred pods, and each holds a few resources.
+# The most sums that are kept. A node has about a hundred pods, and each holds a few resources.
 _MAX_SUMS = 4096
-# A pod that is not in the kubelet's records so long after a restart has ended.
+# A pod that is not in the kubelet's records this long after a restart has ended.
 _AWAITED_SECONDS = 600.0
 # A longer time without an agent is a clock that was wrong, so it is not added.
 _LONGEST_GAP_SECONDS = 30 * 86400.0
@@ -65,7 +65,7 @@ class _Stored(msgspec.Struct, rename="camel"):
     Attributes:
         at: unix seconds at which it was written.
         sums: those in the metrics, and those of an earlier file whose pods have not been seen yet.
-        final: the process wrote it at its end, so no sum was higher when it was scraped.
+        final: it was written at a graceful end, so no scrape has seen a higher sum.
     """
 
     at: float = 0.0

@@ -104,7 +104,7 @@ class StartingPods:
         self, resource: str, count: int, *, excluding: Container[tuple[str, str]] = frozenset()
     ) -> Iterator[tuple[str, str] | None]:
         """Yield (namespace, name) of the pod to which a start with ``count`` ids probably belongs;
-        None when no pod waits for so many ids.
+        None when no pod waits for that many ids.
 
         Of several pods it is the one that was bound first, since the kubelet admits pods in about
         that order. Inside the ``with`` block, no other caller expects the same container.

@@ -56,10 +56,10 @@ _LONGEST_BURST_SECONDS = 10.0
 # a tenth of the time. It is never more than one second: a busy kubelet must not delay the release
 # of its pods.
 _BETWEEN_ENDS_SECONDS = 0.25
-_REST_AFTER_LOOK = 9  # pause in durations of the reading before it
+_REST_AFTER_READING = 9  # pause in durations of the reading before it
 # The factor by which the pause grows while the kubelet still has the same ended pods. So the
-# reading that finds them gone comes late by at most a quarter of the time that the kubelet took,
-# plus the pause above.
+# reading that finds them gone comes later than the kubelet dropped them by at most a quarter of the
+# time that this took, plus the pause above.
 _END_PAUSE_GROWTH = 1.25
 # How long a kubelet that has started may take until it has admitted, and lists, all its pods.
 _LISTS_ALL_SECONDS = 10.0
@@ -111,7 +111,8 @@ class Verification:
         self._clock = clock
         self._pod_resources = pod_resources
         self._kubelet_age_seconds = kubelet_age_seconds
-        self._listed = ListedIds(
+        # checks that the kubelet lists the ids that it was sent
+        self._advertised_check = ListedIds(
             servers=servers,
             pod_resources=self._pod_resources,
             kubelet_status=kubelet_status,
@@ -122,15 +123,16 @@ class Verification:
         self._ends = PodEnds(ledger, pod_cache, clock)
         # numbers of grants that were there at the last rebuild, and that pod-resources has not
         # listed since
-        self._unlisted: set[int] = set()
-        # what only the checkpoint had at the last rebuild, before and after the List
+        self._grants_not_listed: set[int] = set()
+        # the lines that only the checkpoint had at the last rebuild, both before and after the List
+        # of pod-resources
         self._left_over: frozenset[Holding] = frozenset()
         self._lists_all_at = math.inf  # when pod-resources should list every pod
         # the ends of pods that were known at the last reading, by the keys of `PodEnds.pending`: a
         # pod's UID, or one key for all ends while the pod of some grant is not known
-        self._looked_for: frozenset[str] = frozenset()
+        self._ends_known_at_reading: frozenset[str] = frozenset()
         # the duration of the last reading, and when it was over (loop time)
-        self._look_seconds = self._looked_at = -math.inf
+        self._reading_seconds = self._read_at = -math.inf
         self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next reading for the same ends
         # the number of corrections that were drift since the start, and the latest of them
         self.drift_total = 0
@@ -138,9 +140,9 @@ class Verification:
         self.verified_at = 0.0  # unix seconds of the last complete reading; 0 for never
 
     async def rebuild(self) -> None:
-        """Read the records as at a start, when it is no drift that the ledger lacks a grant:
-        before the first registration, and again before the agent offers resources whose ids it
-        could not interpret until then.
+        """Read the records and enter all grants that the ledger lacks, without counting them as
+        drift: before the first registration, and again before the agent offers resources whose ids
+        it could not interpret until then.
         """
         await self._verify(initial=True)
         self._journal.record(
@@ -164,8 +166,11 @@ class Verification:
             self._note_trouble(records.trouble, time.time())
             return False
         self._allocator.confirm(
-            # complete: what is left of the file counts as alive
-            KubeletRecords(tuple(self._granted_since(records.entries)), entries=records.entries),
+            # `complete`, although pod-resources was not asked: what `_granted_since` yields counts
+            # as alive, as its lines would
+            KubeletRecords(
+                tuple(self._granted_since(records.entries)), complete=True, entries=records.entries
+            ),
             reservation_seconds=RESERVATION_SECONDS,
             initial=True,
             may_release=False,
@@ -178,7 +183,8 @@ class Verification:
         not shown yet count as alive.
         """
         taken: set[tuple[str, str]] = set()
-        for entry in sorted(entries, key=self._runs_early):
+        # init containers last: later containers have taken over their ids
+        for entry in sorted(entries, key=self._is_of_init_container):
             owner, pod = entry.owner, self._pod_cache.get(entry.owner.pod_uid)
             if entry in self._left_over or (pod is not None and pod.ended):
                 continue
@@ -197,7 +203,7 @@ class Verification:
             if left:
                 yield Holding(entry.resource, left, owner)
 
-    def _runs_early(self, entry: Holding) -> bool:
+    def _is_of_init_container(self, entry: Holding) -> bool:
         """Tell whether an entry is of an init container, whose ids a later one takes over."""
         pod = self._pod_cache.get(entry.owner.pod_uid)
         container = pod.container(entry.owner.container) if pod is not None else None
@@ -213,10 +219,10 @@ class Verification:
         pause = _SHORTEST_PAUSE_SECONDS
         while True:
             beat()
-            if await self._pause(pause, beat):
+            if await self._wait_and_read_ends(pause, beat):
                 pause = _SHORTEST_PAUSE_SECONDS
-            pod_resources_answer = await self._verify()
-            differs = pod_resources_answer and await self._listed.compare()
+            pod_resources_answered = await self._verify()
+            differs = pod_resources_answered and await self._advertised_check.compare()
             await asyncio.to_thread(_release_memory)
             # in doubt: there were no records yet, or the last complete ones lacked a grant
             if differs or self._ledger.in_doubt:
@@ -225,10 +231,10 @@ class Verification:
                 pause = min(pause * 2, VERIFY_SECONDS)
             else:
                 pause = VERIFY_SECONDS
-            if self._unlisted and (left := self._lists_all_at - self._clock()) > 0:
+            if self._grants_not_listed and (left := self._lists_all_at - self._clock()) > 0:
                 pause = min(pause, max(left, _SHORTEST_PAUSE_SECONDS))
 
-    async def _pause(self, seconds: float, beat: Callable[[], None]) -> bool:
+    async def _wait_and_read_ends(self, seconds: float, beat: Callable[[], None]) -> bool:
         """Wait for ``seconds``, or until one second after new bookings; tell whether there were
         any.
 
@@ -264,11 +270,13 @@ class Verification:
         reading is nearly always enough. If it is not, the pause until the next one grows.
         """
         ended = self._ends.pending()
-        if not ended or (ended <= self._looked_for and self._end_pause >= VERIFY_SECONDS):
+        if not ended or (
+            ended <= self._ends_known_at_reading and self._end_pause >= VERIFY_SECONDS
+        ):
             return math.inf
-        pause = self._end_pause if ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
-        rest = min(_REST_AFTER_LOOK * self._look_seconds, _SHORTEST_PAUSE_SECONDS)
-        return self._looked_at + max(pause, rest) - asyncio.get_running_loop().time()
+        pause = self._end_pause if ended <= self._ends_known_at_reading else _BETWEEN_ENDS_SECONDS
+        rest = min(_REST_AFTER_READING * self._reading_seconds, _SHORTEST_PAUSE_SECONDS)
+        return self._read_at + max(pause, rest) - asyncio.get_running_loop().time()
 
     async def _verify(self, *, initial: bool = False, ended_only: bool = False) -> bool:
         """Compare the ledger with the records once; tell whether pod-resources answered.
@@ -298,12 +306,12 @@ class Verification:
             self._lists_all_at = now + max(
                 0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age_seconds)
             )
+        # `unlisted`: the lines that only the checkpoint has
         if initial and records.complete:
             self._left_over = frozenset(earlier).intersection(unlisted(records))
         if initial and now < self._lists_all_at:
             records = msgspec.structs.replace(
                 records,
-                # and what only the checkpoint shows
                 holdings=(*records.holdings, *self._of_live_pods(unlisted(records))),
             )
         self._note_trouble(records.trouble, shown_at)
@@ -322,13 +330,13 @@ class Verification:
             kept_grants=self._kept(records, now),
         )
         if initial:
-            self._unlisted = {grant.number for grant in self._ledger.grants}
-        self._unlisted = {
+            self._grants_not_listed = {grant.number for grant in self._ledger.grants}
+        self._grants_not_listed = {
             grant.number
             for grant in self._ledger.grants
-            if grant.number in self._unlisted and not _is_in(grant, listed)
+            if grant.number in self._grants_not_listed and not _is_in(grant, listed)
         }
-        self._note_look(ended, began)
+        self._note_reading(ended, began)
         if drift:
             self.drift_total += len(drift)
             self.drift_last = tuple(
@@ -341,6 +349,7 @@ class Verification:
         return records.complete
 
     async def _read(self, pod_resources: PodResources | None) -> KubeletRecords:
+        """Read the checkpoint, and ``pod_resources`` unless it is None."""
         # resources that are only there for schedulers to count: the ledger has no grants of them
         only_counted = frozenset(
             offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
@@ -386,22 +395,22 @@ class Verification:
         """
         if now >= self._lists_all_at:
             return frozenset()
-        found = (grant for grant in self._ledger.grants if grant.number in self._unlisted)
+        found = (grant for grant in self._ledger.grants if grant.number in self._grants_not_listed)
         return frozenset(
             grant.number for grant in found if not self._ends.has_ended(grant, records)
         )
 
-    def _note_look(self, ended: frozenset[str], began: float) -> None:
+    def _note_reading(self, ended: frozenset[str], began: float) -> None:
         """Note a reading that began at ``began`` (loop time), when the ends of pods ``ended`` were
         known.
         """
         self._end_pause = (
             _END_PAUSE_GROWTH * self._end_pause
-            if ended and ended <= self._looked_for
+            if ended and ended <= self._ends_known_at_reading
             else _BETWEEN_ENDS_SECONDS
         )
-        self._looked_for, self._looked_at = ended, asyncio.get_running_loop().time()
-        self._look_seconds = self._looked_at - began
+        self._ends_known_at_reading, self._read_at = ended, asyncio.get_running_loop().time()
+        self._reading_seconds = self._read_at - began
 
 
 def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
@@ -410,8 +419,8 @@ def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
 
 
 def _release_memory() -> None:
-    """Return to the system what a pass has used: up to 8 MB on a node where each unit of memory has
-    an id.
+    """Return the memory that a pass has used to the system: up to 8 MB on a node where each unit of
+    GPU memory has an id.
     """
     release_memory()
     memory.release_free_pages()
