@@ -162,7 +162,7 @@ async def test_a_pod_that_the_agent_places_reads_the_remedy_and_one_reason_for_a
 
 async def test_the_eviction_that_will_come_is_announced() -> None:
     """The pod's owner need not delete anything then."""
-    assert advice.waiting(Binding(refused_evict_seconds=120)) == (
+    assert advice.for_waiting(Binding(refused_evict_seconds=120)) == (
         "The kubelet tries again by itself. To have the pod scheduled anew at once, delete it; "
         "binding.refusedEvictSeconds does so after 120 s."
     )

@@ -16,7 +16,7 @@ from typing import Self
 
 import pytest
 
-from vgpu_agent.runtime.cgroups import Member
+from vgpu_agent.runtime.cgroups import ContainerKey
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -84,7 +84,7 @@ class Contained:
 class Container:
     """A container's cgroup, and its processes."""
 
-    def __init__(self, directory: Path, member: Member, name: str) -> None:
+    def __init__(self, directory: Path, member: ContainerKey, name: str) -> None:
         self.directory, self.member, self.name = directory, member, name
         self._processes: list[Contained] = []
 
@@ -134,7 +134,7 @@ class Kubepods:
             else self._root / "kubepods" / "burstable" / f"pod{uid}" / container_id
         )
         directory.mkdir(parents=True)
-        made = Container(directory, Member(uid, container_id), name)
+        made = Container(directory, ContainerKey(uid, container_id), name)
         self._containers.append(made)
         return made
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.contained import CGROUPS, bases, kubepods
 from vgpu_agent.runtime import cgroups
-from vgpu_agent.runtime.cgroups import Member, PodCgroups, member_of, parse_member
+from vgpu_agent.runtime.cgroups import ContainerKey, PodCgroups, container_of, parse_container
 
 pytestmark = pytest.mark.component  # it starts programs
 
@@ -43,7 +43,7 @@ SLICE = f"kubepods-burstable-pod{UID.replace('-', '_')}.slice"
 )
 def test_a_process_is_known_by_the_names_of_each_driver_and_runtime(path: str, uid: str) -> None:
     """Also of a static pod, whose UID is a hash, and as an agent in a cgroup namespace sees it."""
-    assert parse_member(f"0::{path}\n") == Member(uid, ID)
+    assert parse_container(f"0::{path}\n") == ContainerKey(uid, ID)
 
 
 @pytest.mark.parametrize(
@@ -63,27 +63,27 @@ def test_a_process_is_known_by_the_names_of_each_driver_and_runtime(path: str, u
 )
 def test_all_else_is_in_no_container(text: str) -> None:
     """A daemon of the node, the runtime's own helper, and what cannot be read."""
-    assert parse_member(text) is None
+    assert parse_container(text) is None
 
 
 def test_the_lines_of_both_versions_count_where_they_agree() -> None:
     """On a node with both, the hierarchies that do not follow pods are at their roots."""
     mixed = f"9:name=systemd:/\n4:memory:/kubepods/pod{UID}/{ID}\n0::/\n"
-    assert parse_member(mixed) == Member(UID, ID)
-    assert parse_member(mixed + f"3:pids:/kubepods/pod{OTHER}/{ID}\n") is None
+    assert parse_container(mixed) == ContainerKey(UID, ID)
+    assert parse_container(mixed + f"3:pids:/kubepods/pod{OTHER}/{ID}\n") is None
 
 
 def test_a_container_cannot_name_itself_another_pods() -> None:
     """It may make cgroups below its own, so it is the outermost name that counts."""
     forged = f"0::/kubepods/pod{UID}/{ID}/kubepods/pod{OTHER}/{OTHER_ID}\n"
-    assert parse_member(forged) == Member(UID, ID)
-    assert parse_member(f"0::/kubepods/pod{UID}/x/pod{OTHER}/{OTHER_ID}\n") is None
+    assert parse_container(forged) == ContainerKey(UID, ID)
+    assert parse_container(f"0::/kubepods/pod{UID}/x/pod{OTHER}/{OTHER_ID}\n") is None
 
 
 @given(st.text(max_size=300))
 def test_no_text_is_too_strange(text: str) -> None:
     """Whatever the kernel shows, the answer is a container or none."""
-    found = parse_member(text)
+    found = parse_container(text)
     assert found is None or found.pod_uid
 
 
@@ -97,7 +97,7 @@ def test_real_processes_are_found_from_both_ends(base: Path, systemd: bool) -> N
         one, other = pods.container(systemd=systemd), pods.container(systemd=systemd)
         processes = [one.start(), one.start("below"), other.start()]
         now = time.clock_gettime(time.CLOCK_BOOTTIME) + 1
-        assert [member_of("/proc", process.pid, seen_at=now) for process in processes] == [
+        assert [container_of("/proc", process.pid, seen_at=now) for process in processes] == [
             one.member,
             one.member,
             other.member,
@@ -105,7 +105,7 @@ def test_real_processes_are_found_from_both_ends(base: Path, systemd: bool) -> N
         tree = PodCgroups(str(CGROUPS))
         assert tree.processes(one.member) == tuple(sorted(each.pid for each in processes[:2]))
         assert tree.processes(other.member) == (processes[2].pid,)
-        assert tree.processes(Member(one.member.pod_uid, other.member.container_id)) == ()
+        assert tree.processes(ContainerKey(one.member.pod_uid, other.member.container_id)) == ()
         late = pods.container(systemd=systemd)
         assert tree.processes(late.member) == ()
         pid = late.start().pid
@@ -118,9 +118,9 @@ def test_a_number_that_another_process_has_by_now_is_nobody() -> None:
         container = pods.container()
         process = container.start()
         began = time.clock_gettime(time.CLOCK_BOOTTIME) - 60
-        assert member_of("/proc", process.pid, seen_at=began) is None
+        assert container_of("/proc", process.pid, seen_at=began) is None
         process.end()
-        assert member_of("/proc", process.pid, seen_at=began + 120) is None
+        assert container_of("/proc", process.pid, seen_at=began + 120) is None
 
 
 def _tree(root: Path, *groups: str) -> None:
@@ -138,7 +138,7 @@ def test_a_forged_cgroup_is_never_found_in_place_of_the_real_one(tmp_path: Path)
     _tree(tmp_path, forged, real)
     (tmp_path / forged / "cgroup.procs").write_text("666\n")
     (tmp_path / real / "cgroup.procs").write_text("42\n7\n0\n")
-    assert PodCgroups(str(tmp_path)).processes(Member(UID, ID)) == (7, 42)
+    assert PodCgroups(str(tmp_path)).processes(ContainerKey(UID, ID)) == (7, 42)
 
 
 def test_a_container_with_many_cgroups_costs_a_bounded_look(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_container_with_many_cgroups_costs_a_bounded_look(tmp_path: Path) -> N
     _tree(tmp_path, f"kubepods/pod{UID}/{ID}", *groups)
     for number, group in enumerate(groups):
         (tmp_path / group / "cgroup.procs").write_text(f"{number + 1}\n")
-    found = PodCgroups(str(tmp_path)).processes(Member(UID, ID))
+    found = PodCgroups(str(tmp_path)).processes(ContainerKey(UID, ID))
     assert 0 < len(found) < 300
 
 
@@ -159,11 +159,11 @@ def test_a_container_with_very_many_processes_is_cut(
     _tree(tmp_path, f"kubepods/pod{UID}/{ID}")
     procs = tmp_path / "kubepods" / f"pod{UID}" / ID / "cgroup.procs"
     procs.write_text("".join(f"{number}\n" for number in range(1, 100)))
-    assert PodCgroups(str(tmp_path)).processes(Member(UID, ID)) == tuple(range(1, 11))
+    assert PodCgroups(str(tmp_path)).processes(ContainerKey(UID, ID)) == tuple(range(1, 11))
 
 
 def test_the_agent_itself_is_in_no_pod_here() -> None:
     """A plain process has no container, and asking for it raises nothing."""
     now = time.clock_gettime(time.CLOCK_BOOTTIME) + 1
-    assert member_of("/proc", 2**22 + 1, seen_at=now) is None
-    member_of("/proc", os.getpid(), seen_at=now)
+    assert container_of("/proc", 2**22 + 1, seen_at=now) is None
+    container_of("/proc", os.getpid(), seen_at=now)

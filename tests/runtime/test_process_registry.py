@@ -22,7 +22,7 @@ from tests.runtime.contained import Kubepods, kubepods
 from tests.runtime.registered import Stage, encoded
 from vgpu_agent.pods import container_directory
 from vgpu_agent.runtime import process_registry
-from vgpu_agent.runtime.cgroups import Member
+from vgpu_agent.runtime.cgroups import ContainerKey
 
 pytestmark = pytest.mark.component  # it starts programs
 
@@ -199,7 +199,7 @@ async def test_nothing_is_looked_at_while_nobody_has_registered(
 
 def test_a_look_at_a_hundred_lists_takes_milliseconds(tmp_path: Path) -> None:
     """It happens every second, in a thread of its own, and mostly finds nothing new."""
-    members = [Member(str(uuid.uuid4()), uuid.uuid4().hex * 2) for _ in range(100)]
+    members = [ContainerKey(str(uuid.uuid4()), uuid.uuid4().hex * 2) for _ in range(100)]
     for place, member in enumerate(members):
         directory = (
             tmp_path / "kubepods" / "burstable" / f"pod{member.pod_uid}" / member.container_id

@@ -1,1 +1,1 @@
-"""From the kubelet's calls to the edits: the owner of the ids, and what its container gets."""
+"""The way from the kubelet's calls to edits: the owner of the ids, and what its container gets."""

@@ -36,7 +36,8 @@ def for_scheduled(
     binding: Binding,
 ) -> str:
     """Return the advice for a pod whose scheduler has named the GPU;
-    ``shares`` are what it asks for, and ``err`` says on which device they were refused.
+    ``shares`` are what it asks for, ``err`` says on which device they were refused, and
+    ``binding`` has the settings of that section.
     """
     share = next(
         (share for share in shares if share.device == err.device and inventory.gpu(share.device)),
@@ -46,7 +47,7 @@ def for_scheduled(
         *_use(err, ledger, inventory),
         "The pod's scheduler has named this GPU, so the pod waits for it.",
     ]
-    sentences.append(waiting(binding))
+    sentences.append(for_waiting(binding))
     if share is not None:
         demand = DeviceDemand(
             count=1,
@@ -64,9 +65,9 @@ def for_scheduled(
     return " ".join(sentences)
 
 
-def waiting(binding: Binding) -> str:
-    """The remedies for a pod that the kubelet tries to start again and again,
-    and that stays bound to this node meanwhile.
+def for_waiting(binding: Binding) -> str:
+    """Return the remedies for a pod that the kubelet tries to start again and again,
+    and that stays bound to this node meanwhile; ``binding`` has the settings of that section.
     """
     if seconds := binding.refused_evict_seconds:
         anew = (
@@ -103,8 +104,9 @@ def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inv
 
 def _use(err: LedgerError, ledger: Ledger, inventory: Inventory) -> list[str]:
     """Say how many pods of another family use the GPU, if that is the reason of the error."""
-    found = inventory.device(err.device)
+    found = inventory.device(err.device)  # (GPU, its MIG instance or None)
     gpu = found[0].uuid if found else err.device
+    # `uses`: of each GPU, the family that it serves, and the pods that have shares of it
     use = next((use for use in ledger.uses if use.gpu == gpu), None)
     # `serves` returns the ledger's reason for a GPU that another family has
     if use is None or not use.family or availability.serves(use.family) not in err.text:

@@ -169,7 +169,7 @@ class Allocator:
                 return self._by_ids.prefer(offered, available, must_include, size)
             # Most families do not let the kubelet ask (volcano-vgpu D10).
             if offered.decided_by is Decider.POD and offered.offers_preference:
-                chosen = preference.of_named_gpus(
+                chosen = preference.ids_of_named_gpus(
                     self._context,
                     self._pod_family(offered),
                     offered,
@@ -294,6 +294,7 @@ class Allocator:
         offered = next((offer for offer in self._ledger.resources if offer.name == resource), None)
         if offered is None or offered.decided_by is not Decider.POD:
             return True
+        # `init_shares`: init containers have shares of their own
         if offered.init_shares and has_containers_waiting_behind_init(
             self._context.pods.pods, resource
         ):
@@ -375,7 +376,7 @@ class Allocator:
         # both forget the pods that are gone; `early` learns which of its guesses were right
         self.early.after_verification(records)
         self.late_start.after_verification()
-        if self._context.pods.synced.is_set():
+        if self._context.pods.synced.is_set():  # all pods of the node have been listed once
             self._context.refusals.forget_absent(self._context.pods.pods)
         return [correction for correction in corrections if correction.drift]
 

@@ -37,7 +37,7 @@ _Key = tuple[str, str]
 
 
 class Ambiguities:
-    """See the module.
+    """The ambiguities of late, and the containers that give way.
 
     State: the first and the last refusal of each ambiguity, by token and the pods' UIDs, in the
     loop's time; and the containers that give way, which were refused for good.
@@ -64,7 +64,8 @@ class Ambiguities:
         Args:
             resource: of the ids.
             token: of the ids.
-            err: why the start is refused, with the suspects: the containers that may be meant.
+            err: why the start is refused, whether because the records name several holders
+                (``ambiguous``), and the suspects: the containers that may be meant.
             started: (pod's UID, container, resource) of the containers that were allowed to start.
         """
         gives_way = None
@@ -140,10 +141,11 @@ class Ambiguities:
             for pod, container in err.suspects
             if pod.kubelet_uid not in begun
             and not any(each.started and resource in each.limits for each in pod.containers)
-            and MIRROR_POD not in pod.annotations
+            and MIRROR_POD not in pod.annotations  # the annotation of a static pod's mirror
         ]
         if not waiting:
             return None
+        # `bound`: the pod's position in the order of binds
         pod, container = max(waiting, key=lambda each: each[0].bound)
         return pod.kubelet_uid, container
 

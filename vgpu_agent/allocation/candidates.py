@@ -44,10 +44,11 @@ def candidates(
     """List the containers that may be asking for ``count`` ids of ``resource`` now,
     the likeliest first.
 
-    The kubelet admits the containers of a pod one after the other, so only the first one that has
-    not been answered can be it. It never asks for a pod that claims to be a mirror, nor for one
-    that wants more than exists. A pod that its owner has placed (``spec.nodeName``) comes last once
-    the kubelet has admitted a pod that was bound later: the kubelet has probably rejected it.
+    The kubelet admits the containers of a pod one after the other, so only the first one without an
+    answer can be the one that asks. The kubelet never asks for a pod that claims to be a mirror,
+    nor for one that wants more than exists. A pod that its owner has placed (``spec.nodeName``)
+    comes last once the kubelet has admitted a pod that was bound later: the kubelet has probably
+    rejected it.
 
     Args:
         pods: in the order in which they were bound.
@@ -80,17 +81,17 @@ def candidates(
         ]
         if waiting and waiting[0].limits[resource] == count:
             # not `scheduled`: no scheduler has bound it, but its owner has set its Node
-            late = not pod.scheduled and pod.bound < admitted_up_to
-            (overtaken if late else found).append(Candidate(pod, waiting[0]))
+            passed_over = not pod.scheduled and pod.bound < admitted_up_to
+            (overtaken if passed_over else found).append(Candidate(pod, waiting[0]))
     return found + overtaken
 
 
 def _never_admitted(pod: Pod, id_counts: Mapping[str, int]) -> bool:
-    """Tell whether the kubelet runs no such pod:
+    """Tell whether the kubelet never admits the pod:
     a fake mirror pod, or one that asks for more of our resources than exist, or for an amount that
     cannot be read.
     """
-    if pod.mirror and not pod.static_uid:  # set once the mirror is confirmed
+    if pod.mirror and not pod.static_uid:  # `static_uid` is set once the mirror is confirmed
         return True
     return any(
         container.limits.get(name, 0) > count or name in container.unreadable_limits

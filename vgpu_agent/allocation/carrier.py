@@ -1,4 +1,4 @@
-"""The way of a decided grant to its container, as `allocation` sees it. The package
+"""The delivery of a decided grant to its container, as `allocation` sees it. The package
 `vgpu_agent.runtime` implements it, in `runtime/grants.py`.
 
 The CDI name identifies the ids, not a pod. The kubelet gets it before the owner of the ids is
@@ -68,9 +68,9 @@ class GrantRecord(msgspec.Struct, frozen=True):
         may_overcommit: a scheduler decided, so the shares may exceed the device's compute or its
             number of holders.
         inits_not_running: the init containers of the pod that had ended, or were still to start,
-            when this one started (`holdings.ruled_out`): an older record of one of them no longer
-            counts. Main containers are left out: one may start again while the agent is away, and
-            then its old record is the only one.
+            when this one started (`holdings.ruled_out`). Their records from before this one no
+            longer count. Main containers are left out: one may start again while the agent is away,
+            and then its old record is the only one.
     """
 
     token: str
@@ -100,7 +100,7 @@ class InlinedEdits(NamedTuple):
 
 
 class Carrier(Protocol):
-    """The way of grants to the places where the container runtime and the container find them."""
+    """The delivery of grants to where the container runtime and the container find them."""
 
     @property
     def records(self) -> Sequence[GrantRecord]:

@@ -14,7 +14,7 @@ the pod ends or is deleted, when its start is refused for good, or when its fami
 annotation cannot be followed. A pod whose image cannot be pulled keeps its claim, like its memory
 and CPUs on the node.
 
-Everyone who may create pods can write annotations. So a pod claims at most the number of GPUs that
+Anyone who may create pods can write annotations. So a pod claims at most the number of GPUs that
 it requests from the kubelet, and only after a scheduler has bound it or the kubelet has admitted
 it.
 """
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # The order of a claim is its pod's position in the order of binds (`Pod.bound`). This number is
 # larger than any position. It is subtracted from the order of claims that come before all others:
-# demand, for which no GPU is chosen that an older claim has, and pods that have some of their
-# shares.
+# of pods that have some of their shares, and of demand, which never takes a GPU that an older claim
+# by annotation has.
 _PRIORITY = 2**40
 
 _NamedGpus = tuple[tuple[str, str, tuple[str, ...]], ...]  # (family, container, UUIDs of GPUs)
@@ -97,9 +97,8 @@ class Claims:
         since = {
             (claim.pod_uid, claim.family, claim.gpu): claim.since for claim in self._ledger.claims
         }
-        # `decided_for`: the UID of the pod and the container that the shares were chosen for, by a
-        # guess perhaps
-        # These have shares; `container.started` is about their status.
+        # (UID of the pod, container) of the containers that have shares in the ledger, perhaps by a
+        # guess. `container.started`, which is used below, is about the pod's status instead.
         started = {
             grant.decided_for for grant in self._ledger.grants if grant.decided_for and grant.shares
         }
@@ -112,6 +111,7 @@ class Claims:
             uid = pod.kubelet_uid
             if uid in refused_for_good:
                 continue
+            # `bound`: the pod's position in the order of binds
             order = pod.bound - _PRIORITY if uid in partly_started else pod.bound
             for family, container, gpus in named:
                 if (uid, container) in started:
@@ -132,7 +132,8 @@ class Claims:
     def _waiting_pods(self) -> list[tuple[Pod, _NamedGpus]]:
         """Return the pods whose annotations name GPUs for containers that have not started."""
         families, inventory = self._context.families, self._context.inventory()
-        # A paused family starts no container now, so its pods claim nothing.
+        # A paused family starts no container now, and for its scheduler no GPU is free, so its pods
+        # claim nothing.
         paused = {family.name for family in families.paused}
         pod_families = tuple(
             family for family in families.pod_families if family.name not in paused
@@ -165,9 +166,9 @@ def resources_of_other_families(
     schedulers, and gives nothing.
     """
     foreign = (
-        offer.name
-        for offer in resources
-        if offer.decided_by is not Decider.NOBODY and offer.family != family
+        resource.name
+        for resource in resources
+        if resource.decided_by is not Decider.NOBODY and resource.family != family
     )
     return [name for name in foreign if container.limits.get(name)]
 
@@ -182,6 +183,7 @@ def _named_gpus(
     # A pod that is being deleted starts no more containers. One with the annotation of a mirror
     # (`mirror`) is never run as such: a true one stands for a static pod, which no scheduler binds,
     # and anybody can write the annotation.
+    # `scheduled` is False where only the pod's author has chosen the node.
     if not pod.scheduled or pod.ended or pod.deleting or pod.mirror:
         return ()
     if all(container.started for container in pod.containers):

@@ -149,7 +149,7 @@ class Context(msgspec.Struct):
     families: Families = Families()
     mode: BindingMode | None = None
 
-    def record(
+    def new_record(
         self,
         token: str,
         id_count: int,
@@ -177,7 +177,7 @@ class Context(msgspec.Struct):
             shares=grant.shares,
             decider=decider,
             decided_at=max(self.clock(), math.nextafter(latest, math.inf)),
-            own_directory=provision.own_directory,  # the grant's on the host, removed with it
+            own_directory=provision.own_directory,  # on the host, removed with the grant
             may_overcommit=grant.may_overcommit,
             # `ruled_out`: the containers that cannot run when this one starts. So older records of
             # these init containers no longer count.

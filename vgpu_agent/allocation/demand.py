@@ -1,10 +1,10 @@
 """The free GPUs kept for bound pods whose ids name GPUs, until the kubelet has admitted them.
 
 Their scheduler has counted ids and named no GPU. So a pod that the kubelet has not admitted yet is
-demand for so many ids. The GPUs that serve its family cover it first; free GPUs are kept for the
-rest. What the pods before it need is *older* demand. A pod claims nothing that the kubelet cannot
-give it, and nothing after admission. In other families a scheduler has named the GPU in an
-annotation of the pod: a claim *by annotation*. Pure; used by `claims`.
+demand for as many ids as it asks for. The GPUs that serve its family cover it first; free GPUs are
+kept for the rest. What the pods before it need is *older* demand. A pod claims nothing that the
+kubelet cannot give it, and nothing after admission. In other families a scheduler has named the GPU
+in an annotation of the pod: a claim *by annotation*. Pure; used by `claims`.
 """
 
 from __future__ import annotations
@@ -171,14 +171,16 @@ class Demand:
 
 def is_expected(pod: Pod) -> bool:
     """Tell whether a scheduler has bound the pod and the kubelet has yet to admit it."""
+    # `mirror`: by its annotations it stands for a static pod, which no scheduler binds
     return pod.scheduled and not (pod.reported or pod.ended or pod.deleting or pod.mirror)
 
 
 def _needs(
     pod: Pod, offers: Mapping[str, Resource], family_of: Mapping[str, str]
 ) -> dict[str, int]:
-    """Resource → number of ids: those of init containers go to the containers after them;
-    ``family_of`` has the family of each resource whose ids are granted.
+    """Return resource → number of ids that the pod needs at a time. The ids of init containers go
+    to the containers after them. ``family_of`` has the family of each resource whose ids are
+    granted.
     """
     needs = dict[str, int]()
     if any(

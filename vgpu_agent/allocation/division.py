@@ -89,9 +89,9 @@ class Division:
                     f"GPU {change.layout.gpu} could not be divided into {_shown(change.layout)}: "
                     f"{reason}; the kubelet will retry"
                 )
-        await self._settled([layout.gpu for layout in layouts], until)
+        await self._wait_until_settled([layout.gpu for layout in layouts], until)
 
-    async def _settled(self, gpus: Sequence[str], until: float) -> None:
+    async def _wait_until_settled(self, gpus: Sequence[str], until: float) -> None:
         """Return when the new instances are in the ledger without a cordon, or when time is up. An
         instance has a cordon as long as it has no CDI name, for example.
 
@@ -112,7 +112,7 @@ class Division:
 
     def _require_free(self, layout: MigLayout, family: str) -> None:
         """Refuse a GPU that has a holder, that is kept for another family's pod,
-        or that is being divided otherwise.
+        or that is being divided into other instances.
         """
         change = self._under_way.get(layout.gpu)
         if change is not None:

@@ -78,7 +78,7 @@ class EndedPods:
         try:
             return await self._after_releases(start, attempt)
         except _NO_ROOM:
-            if (longest := self._ledger.all_turns_end_in_seconds) is None:
+            if (longest := self._ledger.all_turns_end_in_seconds) is None:  # no GPU is in a turn
                 raise
         # A GPU whose last share was returned is first offered to one family at a time, for a short
         # turn each (`ledger.turns`). The kubelet would retry long after these turns.

@@ -95,7 +95,7 @@ class IdRecords(msgspec.Struct, frozen=True):
             container's) or did not answer.
         containers: by UID, the containers that have exactly these ids, in the order of the records;
             under "" when no UID is known.
-        evidence: one sentence for each record.
+        evidence: one sentence for each record, for people (`Grant.evidence`).
     """
 
     uids: tuple[str, ...]
@@ -115,7 +115,7 @@ class Start(msgspec.Struct, frozen=True):
         until: the loop's time by which the kubelet must have an answer.
         pod: the container's pod.
         owner: the container.
-        found: what the kubelet's records say about the ids.
+        id_records: what the kubelet's records say about the ids.
         kubelet_evidence: the records themselves.
     """
 
@@ -126,7 +126,7 @@ class Start(msgspec.Struct, frozen=True):
     until: float
     pod: Pod
     owner: Owner
-    found: IdRecords
+    id_records: IdRecords
     kubelet_evidence: KubeletEvidence
 
     @property
@@ -168,7 +168,7 @@ class Identification:
             ) from None
         if not isinstance(identified, tuple):
             return identified
-        pod, owner, found, kubelet_evidence = identified
+        pod, owner, id_records, kubelet_evidence = identified
         return Start(
             offered=offered,
             ids=tuple(ids),
@@ -177,7 +177,7 @@ class Identification:
             until=until,
             pod=pod,
             owner=owner,
-            found=found,
+            id_records=id_records,
             kubelet_evidence=kubelet_evidence,
         )
 
@@ -227,7 +227,7 @@ class Identification:
         """
         pod, pods = start.pod, self._context.pods
         uid = start.owner.pod_uid
-        names = start.found.containers.get(uid)
+        names = start.id_records.containers.get(uid)
         if names is None:
             # Without the checkpoint, init containers with these ids are hidden.
             resource = start.offered.name
@@ -605,7 +605,7 @@ def _known(
 
 
 def _owner(pod: Pod, names: Iterable[str], uid: str = "") -> Owner:
-    """Of the containers with the same ids, return the last in start order:
+    """Return, of the containers with the same ids, the last in start order:
     the ids are for it, and the others come before it.
     """
     in_pod = {

@@ -96,19 +96,20 @@ class Interpretation:
         # First the families whose name the resource certainly is, then those that only may have
         # offered it.
         for ownership in (Ownership.CERTAIN, Ownership.POSSIBLE):
-            for by_ids in (*families.id_families, *families.idle):
+            for id_family in (*families.id_families, *families.idle):
                 # A family also owns names that it may have offered under earlier settings. A name
                 # that another family offers now is that family's.
                 if (
-                    offered_by in ("", by_ids.name)
-                    and _owns(by_ids, holding.resource, offered_by) is ownership
+                    offered_by in ("", id_family.name)
+                    and _owns(id_family, holding.resource, offered_by) is ownership
                 ):
-                    shares = by_ids.shares(holding.resource, holding.ids, self._context.inventory())
+                    inventory = self._context.inventory()
+                    shares = id_family.shares(holding.resource, holding.ids, inventory)
                     if shares or offered_by:
-                        return InterpretedHolding(by_ids.name, shares)
-            for by_pod in (*families.pod_families, *families.paused):
-                if _owns(by_pod, holding.resource, offered_by) is ownership:
-                    return self._by_pod(by_pod, holding)
+                        return InterpretedHolding(id_family.name, shares)
+            for pod_family in (*families.pod_families, *families.paused):
+                if _owns(pod_family, holding.resource, offered_by) is ownership:
+                    return self._by_pod(pod_family, holding)
         return None
 
     def may_be_hidden(self, grant: Grant) -> bool:
@@ -369,8 +370,8 @@ class Interpretation:
         return self._indexed(self._context.carrier.records)[1].get(uid, ())
 
     def _indexed(self, records: Sequence[GrantRecord]) -> _Index:
-        """The records by token and by the pod's UID. The index is kept, because a hundred holdings
-        may be interpreted in a row.
+        """Return the records by token and by the pod's UID. The index is kept, because a hundred
+        holdings may be interpreted in a row.
         """
         if (
             self._index is None

@@ -93,9 +93,9 @@ class LateStart:
         self._division = Division(context)
         # token → its lock, and how many hold it or wait for it
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
-        # by token, of starts that are refused again and again
+        # the refusals of starts and the failed deliveries that were logged, by token: both are
+        # tried again and again, and logged again only when the reason changes
         self._journalled_refusals = log.ChangeFilter()
-        # by token, of deliveries that cannot be made; they are tried again and again
         self._failed_deliveries = log.ChangeFilter()
         self._answered_tokens: set[str] = set()
         # the last verification was before the first list of pods, and found holders without shares
@@ -145,13 +145,13 @@ class LateStart:
     async def start(
         self, offered: Resource, ids: Sequence[str], family: PodFamily, *, late: bool
     ) -> None:
-        """Let the container that holds ``ids`` start, or raise why not.
+        """Let the container that holds ``ids`` start, or raise the reason why it may not.
 
         Args:
             offered: the resource.
             ids: ids of that resource.
             family: the resource's family.
-            late: the node's binding mode, which counts where our answer that the kubelet keeps
+            late: the node binds late; this counts only where our answer that the kubelet keeps
                 cannot be read.
 
         Raises:
@@ -188,8 +188,8 @@ class LateStart:
                 NotProvenError,
             ) as err:
                 raise self._refused(start, err) from err
-            # and of every container of the pod that the records name for the same ids
-            for name in {start.owner.container, *start.found.containers.get(start.key[0], ())}:
+            # also of every other container of the pod that the records name for the same ids
+            for name in {start.owner.container, *start.id_records.containers.get(start.key[0], ())}:
                 self._context.refusals.clear(start.owner.pod_uid, name)
             self._journalled_refusals.forget(token)
             self.started[*start.key, offered.name] = grant  # key: the pod's UID, the container
@@ -266,7 +266,7 @@ class LateStart:
                 reason=decision.why_not_named,
             )
         await self._context.carrier.deliver(
-            self._context.record(
+            self._context.new_record(
                 start.token, len(start.ids), start.pod, start.owner, grant, decision.by, provision
             ),
             provision,
@@ -288,7 +288,7 @@ class LateStart:
         )
         stored = [
             answers.get((uid, container, start.offered.name))
-            for container in start.found.containers.get(uid, ())
+            for container in start.id_records.containers.get(uid, ())
         ]
         known = [answer for answer in stored if answer is not None]
         if not known:
@@ -365,6 +365,7 @@ class LateStart:
             and held.decided_for == start.key
             and not self._is_gone(held.shares)
         ):
+            # the last sentence of the evidence says who decided
             by = held.evidence[-1] if held.evidence else "decided before"
             # The grant does not say who decided, but only a scheduler's decision may overcommit.
             return Decision(held.shares, by, by_scheduler=held.may_overcommit, kept=True)
@@ -443,8 +444,8 @@ class LateStart:
         decider: str,
         rooms: Iterable[DeviceRoom] | None = None,
     ) -> Grant:
-        """Book the decision; ``rooms`` are what the devices had left just before,
-        where that is known.
+        """Book the decision; ``decider`` says in words who has made it, and ``rooms`` are what the
+        devices had left just before, where that is known.
         """
         may = may_overcommit(decision, start.pod, self._context.settings)
         try:
@@ -453,7 +454,7 @@ class LateStart:
                 start.ids,
                 decision.shares,
                 start.owner,
-                evidence=(*start.found.evidence, decider),
+                evidence=(*start.id_records.evidence, decider),
                 # of containers that cannot run when this one starts; they lose their shares
                 ended=ended_before(self._context.ledger.grants, start.pod, start.owner),
                 may_overcommit=may,
@@ -510,7 +511,7 @@ class LateStart:
         the pod, the container and the remedies.
         """
         if isinstance(err, (CapacityError, UnhealthyDeviceError)) and not err.advice:
-            err = err.advised(advice.waiting(self._context.settings))
+            err = err.advised(advice.for_waiting(self._context.settings))
         pod, container = start.pod, start.owner.container
         reason, remedies = (
             (err.text, err.advice) if isinstance(err, LedgerError) else (str(err), "")
@@ -530,7 +531,7 @@ class LateStart:
             pod=pod.full_name,
             container=container,
             resource=start.offered.name,
-            evidence=list(start.found.evidence),
+            evidence=list(start.id_records.evidence),
         )
         text = str(err)
         return type(err)(
@@ -625,8 +626,9 @@ class LateStart:
                         error=str(err),
                     )
                 continue
+            # the last sentence of the evidence says who decided
             by = grant.evidence[-1] if grant.evidence else "decided before"
-            record = context.record(token, len(grant.ids), pod, owner, grant, by, provision)
+            record = context.new_record(token, len(grant.ids), pod, owner, grant, by, provision)
             wanted.append((record, provision))
         self._failed_deliveries.keep_only(failed)
         return wanted

@@ -1,7 +1,8 @@
 """Messages to the owners of pods whose containers were started, but not as they asked.
 
-Either a scheduler assigned more of a device than it has (`overcommits`), or a family could not
-follow an annotation of the pod. `cluster` turns each message into an event, with its rate limit.
+Either a scheduler assigned more of a device than the device has (`overcommits`), or a family could
+not follow an annotation of the pod. `cluster` turns each message into an event, with its rate
+limit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MAX_WAITING = 256
 
 
 class Notice(NamedTuple):
-    """A message to a pod's owner about one of its containers; the reason is that of the event."""
+    """A message to a pod's owner about one of its containers; ``reason`` becomes the event's."""
 
     pod: Pod
     container: str

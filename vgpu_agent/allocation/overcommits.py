@@ -53,7 +53,7 @@ class Overcommits:
 def may_overcommit(decision: Decision, pod: Pod, binding: Binding) -> bool:
     """Tell whether ``decision`` may take more compute or more places than a device has.
 
-    One that the container has had before may (`Decision.kept`).
+    A decision that the container has had before may (`Decision.kept`).
     """
     return decision.by_scheduler and (decision.kept or not why_no_overcommit(pod, binding))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Resource
 
 
-def of_named_gpus(
+def ids_of_named_gpus(
     context: Context,
     family: PodFamily,
     offered: Resource,
@@ -47,20 +47,22 @@ def of_named_gpus(
 def _likeliest(
     context: Context, family: PodFamily, offered: Resource, size: int
 ) -> tuple[str, ...]:
-    """Return the GPUs of the container that was bound first of those that wait for ``size`` ids."""
+    """Return the GPUs that a scheduler has named for the container that waits for ``size`` ids,
+    in the pod that was bound first if there are several.
+    """
     grants = [grant for grant in context.ledger.grants if grant.resource == offered.name]
     # `decided_for`: the pod's UID and the container for which the shares were decided, perhaps by a
     # guess; `owner` is the container that the kubelet names.
-    started = {grant.decided_for for grant in grants if grant.decided_for}
-    started |= {(grant.owner.pod_uid, grant.owner.container) for grant in grants if grant.owner}
+    answered = {grant.decided_for for grant in grants if grant.decided_for}
+    answered |= {(grant.owner.pod_uid, grant.owner.container) for grant in grants if grant.owner}
     inventory = context.inventory()
     waiting = [
         # the GPUs that a scheduler has given to the container
         family.named_gpus(candidate.pod, inventory).get(candidate.container.name, ())
-        # `candidates`: the containers that may be asking for so many ids, the likeliest first
+        # `candidates`: the containers that may be asking for this many ids, the likeliest first
         for candidate in candidates(
             context.pods.pods,
-            started,
+            answered,
             offered.name,
             count=size,
             node=context.node,
@@ -68,8 +70,8 @@ def _likeliest(
             id_counts={offer.name: len(offer.ids) for offer in context.ledger.resources},
         )
     ]
-    # Some of these containers have their ids already, but the kubelet's records have not named them
-    # yet.
+    # Some of these containers have their ids already, but the kubelet's records do not show the
+    # owner yet.
     device_of = _devices(offered)
     for grant in grants:
         if grant.owner is None and grant.decided_for is None and len(grant.ids) == size:

@@ -1,4 +1,4 @@
-"""The question to a family: what does this container get? With all facts that the answer needs.
+"""The question put to a family, what a container gets, with all facts that the answer needs.
 
 The question is the same at a start, in an early Allocate, and when grants are restored after a
 restart of the agent.

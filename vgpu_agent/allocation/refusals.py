@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from vgpu_agent.pods import Pod
 
-# Far more than a node has containers at a time, and longer than any text of ours without the values
-# that it quotes. They limit the reasons to 8 MiB in all, and the advice to as much.
+# Far more than a node has containers at a time.
 MAX_REFUSALS = 1000
+# Characters, of up to four bytes: more than any text of ours has, apart from the values that it
+# quotes. So all reasons take 8 MiB at most, and all advice as much.
 LONGEST_REASON = 2048
 
 
@@ -36,8 +37,8 @@ class Refusal(msgspec.Struct, frozen=True):
         reason: the text of the last refusal; the kubelet shows the same in the pod's status.
         advice: the remedies, and the state at the last refusal, in sentences; the kubelet shows it
             after the reason.
-        since: unix seconds of the first refusal in a row.
-        count: how often it was refused in a row.
+        since: unix seconds of the first of the consecutive refusals.
+        count: the number of consecutive refusals.
         final: trying again cannot help. With early binding, a wrong guess has given the container
             the devices of another one; or the kubelet has given its ids to another pod as well,
             which keeps them (`ambiguities`).
@@ -124,7 +125,7 @@ class Refusals:
         self._changed()
 
     def clear(self, pod_uid: str, container: str) -> None:
-        """Remove the refusal of ``container`` because it may start; do nothing without one.
+        """Remove the refusal of ``container`` because it may start; do nothing if there is none.
 
         ``pod_uid`` is the kubelet's UID of the pod.
         """

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 UnaryMethod: TypeAlias = "Callable[[bytes], Awaitable[bytes]]"
-"""Takes the encoded request and returns the encoded response."""
+"""A method that takes the encoded request and returns the encoded response."""
 
 CallerMethod: TypeAlias = "Callable[[bytes, Any], Awaitable[bytes]]"
 """The same, with the object that was handed to `GrpcServer.take` with the connection: it says who
@@ -46,11 +46,13 @@ calls.
 """
 
 StreamMethod: TypeAlias = "Callable[[bytes, Send], Awaitable[None]]"
-"""Takes the encoded request and sends as many encoded responses as it likes;
+"""A method that takes the encoded request and sends as many encoded responses as it likes;
 returning ends the stream with status OK.
 """
 
 Send: TypeAlias = "Callable[[bytes], Awaitable[None]]"
+"""A function that sends one encoded response."""
+
 _ByteStream: TypeAlias = "Stream[bytes, bytes]"
 
 _REQUEST_SECONDS = 10.0  # from the headers to the last byte
@@ -112,7 +114,7 @@ class GrpcServer:
             )
         for path, call in (by_caller or {}).items():
             handlers[path] = Handler(
-                self._called(path, call), Cardinality.UNARY_UNARY, bytes, bytes
+                self._unary_by_caller(path, call), Cardinality.UNARY_UNARY, bytes, bytes
             )
         self._server = _ClosableServer(handlers, limits)
 
@@ -182,7 +184,9 @@ class GrpcServer:
 
         return serve
 
-    def _called(self, path: str, call: CallerMethod) -> Callable[[_ByteStream], Awaitable[None]]:
+    def _unary_by_caller(
+        self, path: str, call: CallerMethod
+    ) -> Callable[[_ByteStream], Awaitable[None]]:
         async def serve(stream: _ByteStream) -> None:
             async with self._counted(path):
                 caller = stream.peer.addr()  # a `Connection` shows it in place of an address
@@ -298,9 +302,10 @@ class _ClosableServer(Server):
         self._forget_closed()
         if len(self._connections) < self._limits.connections:
             return
-        made = self._made()
+        established = self._established()
         oldest = next(
-            (one for one in made if not one.processor.streams), made[-1] if made else None
+            (one for one in established if not one.processor.streams),
+            established[-1] if established else None,
         )
         if oldest is not None:
             _logger.warning(
@@ -333,15 +338,15 @@ class _ClosableServer(Server):
 
     def close_connections(self) -> None:
         """Close the remaining connections, once their last bytes have been written."""
-        for connection in self._made():
+        for connection in self._established():
             connection.processor.close("the server stops")
 
     def abort_connections(self) -> None:
         """Close the remaining connections, at once."""
-        for connection in self._made():
+        for connection in self._established():
             connection.transport.abort()
 
-    def _made(self) -> list[Connection]:
+    def _established(self) -> list[Connection]:
         """The connections that are established; before, grpclib has not made their processor."""
         return [connection for connection in self._connections if hasattr(connection, "processor")]
 

@@ -41,8 +41,8 @@ _START_TIME_FIELD = 19  # index in /proc/<pid>/stat after the process name in pa
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-class Member(msgspec.Struct, frozen=True):
-    """The container that a process is a member of.
+class ContainerKey(msgspec.Struct, frozen=True):
+    """The identity of a container, as the names of cgroups show it.
 
     Attributes:
         pod_uid: the kubelet's UID of the pod.
@@ -53,7 +53,7 @@ class Member(msgspec.Struct, frozen=True):
     container_id: str
 
 
-def parse_member(text: str) -> Member | None:
+def parse_container(text: str) -> ContainerKey | None:
     """Return the container that ``text``, the content of /proc/<pid>/cgroup, names; None if it
     names no container, or several.
 
@@ -68,7 +68,7 @@ def parse_member(text: str) -> Member | None:
     return found.pop() if len(found) == 1 else None
 
 
-def member_of(proc_root: str, pid: int, *, seen_at: float) -> Member | None:
+def container_of(proc_root: str, pid: int, *, seen_at: float) -> ContainerKey | None:
     """Return the container of a process; None if the process has ended or is in no container.
 
     Args:
@@ -81,7 +81,7 @@ def member_of(proc_root: str, pid: int, *, seen_at: float) -> Member | None:
     if before is None or before > seen_at:
         return None
     text = _read_text(f"{proc_root}/{pid}/cgroup", _MAX_PROC_FILE_BYTES)
-    return parse_member(text) if text and _start_time(proc_root, pid) == before else None
+    return parse_container(text) if text and _start_time(proc_root, pid) == before else None
 
 
 class PodCgroups:
@@ -97,14 +97,14 @@ class PodCgroups:
         self._root = root
         self._pods: dict[str, str] = {}  # UID → directory
 
-    def processes(self, wanted: Member) -> tuple[int, ...]:
+    def processes(self, wanted: ContainerKey) -> tuple[int, ...]:
         """Return the ids of a container's processes in ascending order; none without a cgroup."""
         directory = self._find_container(wanted)
         if directory is None:
             directory = self._search_hierarchies(wanted)
         return _processes(directory) if directory is not None else ()
 
-    def _find_container(self, wanted: Member) -> str | None:
+    def _find_container(self, wanted: ContainerKey) -> str | None:
         pod = self._pods.get(wanted.pod_uid)
         if pod is None:
             return None
@@ -114,7 +114,7 @@ class PodCgroups:
                 return entry
         return None
 
-    def _search_hierarchies(self, wanted: Member) -> str | None:
+    def _search_hierarchies(self, wanted: ContainerKey) -> str | None:
         """Read the directories of all pods again, and return that of the container.
 
         The first hierarchy that has the container is used.
@@ -129,13 +129,13 @@ class PodCgroups:
         return None
 
 
-def _container_in_path(components: list[str]) -> Member | None:
+def _container_in_path(components: list[str]) -> ContainerKey | None:
     for index, component in enumerate(components):
         uid = _pod_uid(component)
         if uid:
             child = components[index + 1] if index + 1 < len(components) else ""
             matched = _CONTAINER.fullmatch(child)
-            return Member(uid, matched[1]) if matched is not None else None
+            return ContainerKey(uid, matched[1]) if matched is not None else None
     return None
 
 

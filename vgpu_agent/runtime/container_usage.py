@@ -64,7 +64,7 @@ class ContainerUsages:
         pause_seconds: float,
         proc_root: str = "/proc",
     ) -> None:
-        """Build it.
+        """Read the regions in ``directories``.
 
         Args:
             pod_cache: the pods that live.

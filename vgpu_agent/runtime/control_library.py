@@ -75,7 +75,8 @@ def _layout(library: SharedObject, content: bytes) -> str:
     missing = [
         file
         for magic, file in _MAGICS.items()
-        # An instruction loads the number, or the compiler has left it among the constants.
+        # An instruction loads the number (`code_loads`), or the compiler has left it among the
+        # constants.
         if not code_loads(library, content, magic) and magic.to_bytes(4, "little") not in content
     ]
     if missing:

@@ -30,7 +30,7 @@ from vgpu_agent.isolation.vgpu_tables import read_sm_node, read_vmem
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.model import ControlledUse, WrittenLimit
 from vgpu_agent.runtime import process_list
-from vgpu_agent.runtime.cgroups import member_of
+from vgpu_agent.runtime.cgroups import container_of
 from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.runtime.region_slots import resolve_slot
 
@@ -116,7 +116,7 @@ class ControlledUses:
         self._pod_cache, self._directories = pod_cache, tuple(directories)
         self._journal, self._usage, self._proc_root = journal, usage, proc_root
         self._pause_seconds = pause_seconds
-        self._changes = ChangeFilter()
+        self._changes = ChangeFilter()  # lets a reading that hangs be logged only once
         self._own_thread = OwnThread("use of controlled containers")
         # the limits that containers started with: name of the directory → index of the card →
         # limits on it
@@ -270,10 +270,8 @@ class ControlledUses:
         found: dict[_Container, list[tuple[str, int, int]]] = defaultdict(list)
         for gpu in usage.usage if by_id else ():
             for pid, memory_mib in gpu.processes[:_MAX_PROCESSES]:
-                member = member_of(self._proc_root, pid, seen_at=seen_at)
-                owner = (
-                    by_id.get((member.pod_uid, member.container_id)) if member is not None else None
-                )
+                key = container_of(self._proc_root, pid, seen_at=seen_at)
+                owner = by_id.get((key.pod_uid, key.container_id)) if key is not None else None
                 if owner is not None:
                     found[owner].append((gpu.uuid, pid, memory_mib))
         return {owner: tuple(processes) for owner, processes in found.items()}

@@ -1,5 +1,5 @@
 """The installation of an operator's library for mounts into containers,
-and of ``ld.so.preload`` beside it.
+and of ``ld.so.preload``, by which every program there loads it.
 
 A library is installed only when its backend recognises it (`libraries`): it exports the functions
 in which it limits a program, and reads the files that the agent writes. Any other file limits
@@ -104,6 +104,7 @@ class DeliveredLibrary:
         self._recognition = recognition
         self._settings = settings
         self.host_directory = backend.host_directory(settings)
+        # where the operator delivers it; by default under its own name beside the installed ones
         self.source = backend.delivered(settings) or os.path.join(self.host_directory, backend.file)
         self._journal = journal
         self._instead = instead
@@ -191,7 +192,8 @@ class DeliveredLibrary:
         preload = os.path.join(self.host_directory, "ld.so.preload")
         # The library's path in containers, without a newline, as the replaced plugins write it.
         write_if_different(preload, self._recognition.backend.library.encode())
-        # checked now, or the node would offer shares, and each start would be refused
+        # Only root may be able to replace it. This is checked now, or the node would offer shares,
+        # and each start would be refused.
         host_files.require_only_root([preload])
         signature = self._signature()
         path, layout = self._in_place(signature), ""

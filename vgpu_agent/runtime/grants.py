@@ -131,7 +131,7 @@ class GrantDirectory:
         # directories of grants whose ids went to another container; after a restart `sweep` finds
         # them
         self._unowned: set[str] = set()
-        self._failures: dict[str, log.ChangeFilter] = {}  # event → what was journaled
+        self._failures: dict[str, log.ChangeFilter] = {}  # event → what was journalled
         self._write_failures: dict[str, WriteFailure] = {}  # by directory
         self._other_directories = tuple(other_directories)
         self._free_disk_space = free_disk_space
@@ -218,10 +218,10 @@ class GrantDirectory:
         provisions: Iterable[tuple[GrantRecord, Provision]],
         still: Callable[[GrantRecord], bool] = lambda _: True,
     ) -> int:
-        """Deliver each grant whose spec is missing, also after one has failed;
+        """Deliver each grant whose spec is missing, even after one has failed;
         return the number of restored specs.
 
-        Only a new failure is journaled, because its cause usually lasts until the next call. No
+        Only a new failure is journalled, because its cause usually lasts until the next call. No
         file is removed, because the container may be running.
 
         Args:

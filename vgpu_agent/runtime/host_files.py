@@ -37,7 +37,7 @@ TEMPORARY_SUFFIX = ".tmp"
 _PASSABLE = 0o755  # the mode of missing parents: containers may pass through them
 _WRITABLE_BY_OTHERS = 0o022  # by the group, or by all users
 
-_NEAR_BYTES = 4096  # a page is written, and takes its space, as a whole
+_NEAR_BYTES = 4096  # parts nearer than a page are joined: it is written as a whole in any case
 _MAX_LINKS = 40  # followed in one path, as the kernel does
 
 # Without following a link, and without waiting: for a FIFO's other end, or for a lease that a

@@ -1,4 +1,4 @@
-"""The change of a limit under a container that runs, by the protocol of ``vgpu.config``, the file
+"""The change of a limit of a running container, by the protocol of ``vgpu.config``, the file
 in which vgpu-manager's libvgpu-control.so finds the container's limits.
 
 The library has the file mapped and reads a card's slot, its part of the file, without a lock: it

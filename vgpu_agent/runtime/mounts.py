@@ -1,4 +1,4 @@
-"""The check whether a path on the host is mounted into some container.
+"""The check of whether a path on the host is mounted into some container.
 
 It comes before a file of a grant is removed or replaced: a container that still runs may have the
 file mounted, and would go on seeing the old one. The mounts are read from the mount table of every

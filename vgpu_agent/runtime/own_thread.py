@@ -26,7 +26,7 @@ class NotReturnedError(HostFileError):
     """A job takes too long: it has not returned ``how_long``, such as "within 5 s".
 
     Attributes:
-        what: the path that it works on.
+        what: the path that it works on, or its work in words.
     """
 
     def __init__(self, what: str, how_long: str) -> None:
@@ -48,25 +48,25 @@ class OwnThread:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # the path that it works on, when it began (monotonic seconds), and its result
-        self._late: tuple[str, float, asyncio.Future[Any]] | None = None
+        # what it works on, when it began (monotonic seconds), and its result
+        self._abandoned: tuple[str, float, asyncio.Future[Any]] | None = None
 
     async def run(self, what: str, call: Callable[[], T], *, seconds: float) -> T:
         """Run ``call`` in the thread, and return its result.
 
         Args:
-            what: the path that it works on, for messages.
+            what: the path that it works on, or its work in words; for messages.
             call: the job, which may block.
             seconds: how long it may take.
 
         Raises:
             NotReturnedError: it takes too long, or an earlier job has not returned yet.
-            HostFileError: it raised an exception that is no `AgentError`. Those are passed on.
+            HostFileError: it raised an exception. An `AgentError` is passed on instead.
         """
-        if self._late is not None and not self._late[2].done():
-            what, since, _ = self._late
+        if self._abandoned is not None and not self._abandoned[2].done():
+            what, since, _ = self._abandoned
             raise NotReturnedError(what, f"for {time.monotonic() - since:.0f} s")
-        self._late = None
+        self._abandoned = None
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -78,10 +78,10 @@ class OwnThread:
             done, _ = await asyncio.wait([future], timeout=seconds)
         except asyncio.CancelledError:
             # the thread finishes it, and the next job waits for that
-            self._late = what, began, future
+            self._abandoned = what, began, future
             raise
         if not done:
-            self._late = what, began, future
+            self._abandoned = what, began, future
             raise NotReturnedError(what, f"within {seconds:g} s")
         try:
             return future.result()

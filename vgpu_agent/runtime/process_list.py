@@ -18,7 +18,7 @@ from vgpu_agent.errors import HostFileError
 from vgpu_agent.runtime.host_files import file_error, replace_file
 
 NAME = "pids.config"
-# The number of process ids that the library reads at most.
+# The most process ids that the library reads.
 MAX_READ = 1024
 
 _MODE = 0o644

@@ -41,7 +41,7 @@ from vgpu_agent.grpc import sockets, wire
 from vgpu_agent.grpc.server import GrpcServer, Limits
 from vgpu_agent.pods import container_directory
 from vgpu_agent.runtime import process_list
-from vgpu_agent.runtime.cgroups import Member, PodCgroups
+from vgpu_agent.runtime.cgroups import ContainerKey, PodCgroups
 from vgpu_agent.runtime.host_files import file_error, make_directory
 from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.runtime.region_slots import resolve_slot
@@ -76,7 +76,7 @@ _GUARD_SECONDS = 5.0  # between two checks that the file at the socket's path is
 # between two tries.
 _LOCK_SECONDS, _LOCK_PAUSE_SECONDS = 1.0, 0.01
 _WORK_SECONDS = 10.0  # the longest that one piece of work on files may take
-_SILENT_SECONDS = 15.0  # a connection without a call in progress is ended after so long
+_SILENT_SECONDS = 15.0  # a connection without a call in progress is ended after this long
 _MAX_CONNECTIONS, _MAX_OF_A_CONTAINER = 256, 64
 _BACKLOG = 128
 _MAX_MESSAGE_BYTES = 16 * 1024
@@ -121,11 +121,9 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class _Registered(msgspec.Struct):
-    """A container whose list is kept current: its pod's UID and its own id in ``member``, and what
-    was written last.
-    """
+    """A container whose list is kept current, and the content of the list that was written last."""
 
-    member: Member
+    container: ContainerKey
     written: bytes = b""
 
 
@@ -186,11 +184,11 @@ class ProcessRegistry:
         self._changes = log.ChangeFilter()  # tells new failures from repeated ones
 
     @property
-    def registered(self) -> dict[tuple[str, str], Member]:
-        """The containers whose lists are kept, by the UID under which the kubelet keeps the pod,
-        and by their name.
+    def registered(self) -> dict[tuple[str, str], ContainerKey]:
+        """The containers whose lists are kept, by (the UID under which the kubelet keeps the pod,
+        name of the container).
         """
-        return {owner: one.member for owner, one in self._registered.items()}
+        return {owner: one.container for owner, one in self._registered.items()}
 
     # ---- the socket
 
@@ -238,7 +236,7 @@ class ProcessRegistry:
         self._arrived.put_nowait((connection, caller))
 
     async def _take(self, server: GrpcServer, accepted: socket.socket, caller: Caller) -> None:
-        of_its_own = [one for one in self._connections if one.caller.member == caller.member]
+        of_its_own = [one for one in self._connections if one.caller.container == caller.container]
         if len(of_its_own) >= _MAX_OF_A_CONTAINER:
             accepted.close()
             return
@@ -265,9 +263,9 @@ class ProcessRegistry:
 
     def _busiest(self) -> _Connection:
         """The oldest connection of the container that has the most."""
-        members = [one.caller.member for one in self._connections]
-        most = max(members, key=members.count)
-        return next(one for one in self._connections if one.caller.member == most)
+        containers = [one.caller.container for one in self._connections]
+        most = max(containers, key=containers.count)
+        return next(one for one in self._connections if one.caller.container == most)
 
     def _end_if_silent(self, connection: _Connection) -> None:
         if not connection.calls:
@@ -308,54 +306,56 @@ class ProcessRegistry:
 
     async def _register(self, encoded: bytes, connection: _Connection) -> bytes:
         caller = connection.caller
-        if not self._calls.take(caller.member):
+        if not self._calls.take(caller.container):
             connection.end()
             raise CapacityError("this container has called too often; try again later")
-        calls = sum(one.calls for one in self._connections if one.caller.member == caller.member)
+        calls = sum(
+            one.calls for one in self._connections if one.caller.container == caller.container
+        )
         if calls >= _MAX_OF_A_CONTAINER:
             raise CapacityError(
                 f"{calls} calls of this container wait and {_MAX_OF_A_CONTAINER} are the most"
             )
         connection.calls += 1
         try:
-            await self._registered_by(Request.decode(encoded), caller)
+            await self._register_container(Request.decode(encoded), caller)
         finally:
             connection.calls -= 1
         return b""
 
-    async def _registered_by(self, request: Request, caller: Caller) -> None:
-        member = caller.member
+    async def _register_container(self, request: Request, caller: Caller) -> None:
+        container = caller.container
         if not caller.peer.pid:
             raise AgentError(
                 "the agent does not see the host's processes; run it with hostPID, or set another "
                 "vgpuControl.processes"
             )
-        if member is None:
+        if container is None:
             raise PermissionDeniedError(
                 f"process {caller.peer.pid} does not run in a pod's container"
             )
-        if member.pod_uid != request.pod_uid:
+        if container.pod_uid != request.pod_uid:
             raise PermissionDeniedError(
-                f"the caller belongs to pod {quoted(member.pod_uid)} and asks for "
+                f"the caller belongs to pod {quoted(container.pod_uid)} and asks for "
                 f"{quoted(request.pod_uid)}"
             )
-        await self._confirmed(request, member)
+        await self._wait_until_confirmed(request, container)
         owner = (request.pod_uid, request.container)
         known = self._registered.get(owner)
-        if known is None or known.member != member:
-            known = _Registered(member)
+        if known is None or known.container != container:
+            known = _Registered(container)
         await self._write(owner, known, must_have=caller.peer.pid)
         if owner not in self._registered:
             _logger.info(
                 "registry.registered",
                 pod_uid=request.pod_uid,
                 container=request.container,
-                container_id=member.container_id,
+                container_id=container.container_id,
             )
         self._registered[owner] = known
         self._any.set()
 
-    async def _confirmed(self, request: Request, member: Member) -> None:
+    async def _wait_until_confirmed(self, request: Request, container: ContainerKey) -> None:
         """Wait until the kubelet has written that the container of that name is the caller's.
 
         Raises:
@@ -366,7 +366,7 @@ class ProcessRegistry:
         while True:
             seen = self._pods.revision.version
             pod = self._pods.get(request.pod_uid)
-            if pod is not None and _has_name(pod, request.container, member.container_id):
+            if pod is not None and _has_name(pod, request.container, container.container_id):
                 return
             if (left := until - time.monotonic()) <= 0:
                 missing = (
@@ -427,7 +427,7 @@ class ProcessRegistry:
         """
         outcomes: dict[tuple[str, str], str | None] = {}
         for owner, one in owners.items():
-            new = process_list.encode(self._cgroups.processes(one.member))
+            new = process_list.encode(self._cgroups.processes(one.container))
             outcomes[owner] = "" if new else None
             if not new or new == one.written:
                 continue
@@ -442,7 +442,7 @@ class ProcessRegistry:
         """Go on with the lists of the previous agent."""
         owners = {
             (pod.kubelet_uid, container.name): _Registered(
-                Member(pod.kubelet_uid, container.container_id)
+                ContainerKey(pod.kubelet_uid, container.container_id)
             )
             for pod in self._pods.pods
             if not pod.ended
@@ -467,7 +467,7 @@ class ProcessRegistry:
         """
 
         def write() -> None:
-            processes = self._cgroups.processes(one.member)
+            processes = self._cgroups.processes(one.container)
             if must_have not in processes:
                 raise PermissionDeniedError(
                     f"process {must_have} is not among those of container {quoted(owner[1])}; has "

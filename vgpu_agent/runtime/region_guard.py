@@ -48,7 +48,7 @@ _MAX_FILES = 4096  # containers of one backend that are looked at
 _MAX_FILES_EACH = 32  # of one container, in one of its directories
 _DEADLINE_SECONDS = 30.0  # for one `look` at all files
 _ROOM_SECONDS = 0.5  # the longest that `free_disk_space` waits
-_REST_SECONDS = 10.0  # a region that could not be cut to its size is left alone for so long
+_REST_SECONDS = 10.0  # a region that could not be cut to its size is left alone for this long
 _BLOCK_BYTES = 512  # of st_blocks (stat(2))
 _SLACK_BYTES = 128 << 10  # what a file system adds to a file for itself
 
@@ -99,7 +99,7 @@ class RegionGuard:
         # wakes the thread for `free_disk_space`
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looked = threading.Event()  # set once all is cut that `free_disk_space` asked for
-        # what was logged and not again: the paths of regions that were cut, "read" while that
+        # what was logged already: the paths of regions that were cut, "read" while that
         # fails, and "watch" once that has failed
         self._changes = log.ChangeFilter()
         # path → until when it is left as it is (monotonic seconds)
@@ -153,7 +153,7 @@ class RegionGuard:
                     self._let_go(path)
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError:
-                return  # gone again, or leased: at the next look
+                return  # gone again, or leased: the next look tries again
             if not stat.S_ISREG(os.fstat(descriptor).st_mode) or os.path.basename(path).startswith(
                 "."
             ):

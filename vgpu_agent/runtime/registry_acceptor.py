@@ -25,7 +25,7 @@ import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.grpc.peers import peer_of
-from vgpu_agent.runtime.cgroups import Member, member_of
+from vgpu_agent.runtime.cgroups import ContainerKey, container_of
 
 if TYPE_CHECKING:
     import socket
@@ -49,7 +49,7 @@ class Caller(msgspec.Struct, frozen=True):
     """
 
     peer: Peer
-    member: Member | None
+    container: ContainerKey | None
 
 
 class RateLimiter:
@@ -61,17 +61,17 @@ class RateLimiter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         # container (None: processes in none) → calls left, and the time at which they were counted
-        self._left: collections.OrderedDict[Member | None, tuple[float, float]] = (
+        self._left: collections.OrderedDict[ContainerKey | None, tuple[float, float]] = (
             collections.OrderedDict()
         )
 
-    def take(self, member: Member | None) -> bool:
+    def take(self, container: ContainerKey | None) -> bool:
         """Use up one call of the caller; tell whether there was one left."""
         now = self._clock()
-        left, since = self._left.pop(member, (BURST, now))
+        left, since = self._left.pop(container, (BURST, now))
         left = min(BURST, left + (now - since) * PER_SECOND)
         allowed = left >= 1.0
-        self._left[member] = (left - 1.0 if allowed else left, now)
+        self._left[container] = (left - 1.0 if allowed else left, now)
         if len(self._left) > _MAX_KNOWN:
             self._left.popitem(last=False)
         return allowed
@@ -141,13 +141,16 @@ class Acceptor:
         except OSError:
             connection.close()
             return
-        # a pid of 0: this process cannot see it; `seen_at` tells a later process with the same pid
-        member = member_of(self._proc_root, peer.pid, seen_at=peer.seen_at) if peer.pid else None
-        if not self._rate_limiter.take(member):
+        # A pid of 0: this process cannot see it. By `seen_at`, a later process with the same pid is
+        # recognised.
+        container = (
+            container_of(self._proc_root, peer.pid, seen_at=peer.seen_at) if peer.pid else None
+        )
+        if not self._rate_limiter.take(container):
             connection.close()
             return
         try:
-            self._loop.call_soon_threadsafe(self._arrived, connection, Caller(peer, member))
+            self._loop.call_soon_threadsafe(self._arrived, connection, Caller(peer, container))
         except RuntimeError:  # the event loop has ended
             with contextlib.suppress(OSError):
                 connection.close()

@@ -103,6 +103,7 @@ class _Tree:
         raise host_files.file_error("remove all of", self._path, left) from left
 
     def _removed_empty(self) -> bool:
+        """Remove the directory if it is empty; tell whether it is gone."""
         try:
             os.rmdir(self._path)
         except FileNotFoundError:

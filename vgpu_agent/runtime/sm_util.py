@@ -48,7 +48,8 @@ _MODE = 0o644
 _COUNT, _SEEN = struct.Struct("<I"), struct.Struct("<Q")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 _TRIES, _PAUSE_SECONDS = 4, 0.0001  # a reader copies a slot in less
-_REST_SECONDS = 1.0  # for so long, a lock that could not be taken is tried only once for each write
+# For this long, a lock that could not be taken is tried only once for each write.
+_REST_SECONDS = 1.0
 
 
 class SmUtilFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tests.golden import U0, U1
-from vgpu_agent.allocation.early.answers import Answers, Evidence, Given, Verdict
+from vgpu_agent.allocation.early.answers import Answers, Given, StartFacts, Verdict
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.model import Grant, Owner, Share
 
@@ -18,13 +18,13 @@ def provision(of: tuple[str, str], gpu: str = U0) -> Provision:
     return Provision(Edits({"GPU": gpu, "OWN": "/".join(of)}))
 
 
-def evidence(key: tuple[str, str], answer: Edits | None, **more: object) -> Evidence:
+def facts(key: tuple[str, str], answer: Edits | None, **more: object) -> StartFacts:
     """A container of one pod that has ``answer``."""
     answers = {key[1]: answer} if answer is not None else {}
-    found = Evidence(
+    found = StartFacts(
         key, SHARES, {key[1]: provision(key)}, answers, elsewhere=(), has_init_requests=False
     )
-    return msgspec.structs.replace(found, **more)  # the fields of Evidence
+    return msgspec.structs.replace(found, **more)  # the fields of StartFacts
 
 
 def alive(_: str) -> bool:
@@ -34,7 +34,7 @@ def alive(_: str) -> bool:
 
 def test_the_answer_that_it_should_have_is_right_whoever_remembers_it() -> None:
     """After a restart nothing is remembered, and kubelet's copy is enough."""
-    assert Answers().judge("t", evidence(A, provision(A).edits), alive) is Verdict.RIGHT
+    assert Answers().judge("t", facts(A, provision(A).edits), alive) is Verdict.RIGHT
 
 
 def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
@@ -42,7 +42,7 @@ def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
     A third one's answer to either is wrong.
     """
     expected = {"init": provision(("uid-a", "init")), "main": provision(A)}
-    right = evidence(
+    right = facts(
         A,
         None,
         expected=expected,
@@ -62,11 +62,11 @@ def test_without_the_checkpoint_memory_speaks_but_not_for_init_containers() -> N
     """
     guesses = Answers()
     guesses.note_answer("t", Given(A, SHARES, provision(A)))
-    assert guesses.judge("t", evidence(A, None), alive) is Verdict.RIGHT
-    assert guesses.judge("t", evidence(A, None, has_init_requests=True), alive) is Verdict.LATER
-    assert Answers().judge("t", evidence(A, None), alive) is Verdict.WRONG
+    assert guesses.judge("t", facts(A, None), alive) is Verdict.RIGHT
+    assert guesses.judge("t", facts(A, None, has_init_requests=True), alive) is Verdict.LATER
+    assert Answers().judge("t", facts(A, None), alive) is Verdict.WRONG
     # another pod may have this answer, too
-    assert guesses.judge("t", evidence(B, None), lambda _: True) is Verdict.LATER
+    assert guesses.judge("t", facts(B, None), lambda _: True) is Verdict.LATER
 
 
 def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> None:
@@ -75,12 +75,12 @@ def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> Non
     """
     guesses = Answers()
     guesses.note_answer("t1", Given(A, SHARES, provision(A)))
-    assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.LATER
+    assert guesses.judge("t1", facts(B, provision(A).edits), alive) is Verdict.LATER
     guesses.note_answer("t2", Given(B, SHARES, provision(B)))
-    assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.EXCHANGE
+    assert guesses.judge("t1", facts(B, provision(A).edits), alive) is Verdict.EXCHANGE
     assert guesses.exchange("t1", B) == A
-    assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.RIGHT
-    assert guesses.judge("t2", evidence(A, provision(B).edits), alive) is Verdict.RIGHT
+    assert guesses.judge("t1", facts(B, provision(A).edits), alive) is Verdict.RIGHT
+    assert guesses.judge("t2", facts(A, provision(B).edits), alive) is Verdict.RIGHT
 
 
 def test_what_was_meant_for_a_pod_that_is_gone_is_not_kept() -> None:
@@ -88,7 +88,7 @@ def test_what_was_meant_for_a_pod_that_is_gone_is_not_kept() -> None:
     guesses = Answers()
     guesses.note_answer("t1", Given(A, SHARES, provision(A)))
     assert (
-        guesses.judge("t1", evidence(B, provision(A).edits), lambda uid: uid == "uid-a")
+        guesses.judge("t1", facts(B, provision(A).edits), lambda uid: uid == "uid-a")
         is Verdict.WRONG
     )
 
@@ -98,7 +98,7 @@ def test_an_answer_that_somebody_else_has_is_not_shared() -> None:
     guesses = Answers()
     guesses.note_answer("t1", Given(A, SHARES, provision(A)))
     guesses.note_answer("t2", Given(B, SHARES, provision(B)))
-    crowded = evidence(B, provision(A).edits, elsewhere=(provision(A).edits,))
+    crowded = facts(B, provision(A).edits, elsewhere=(provision(A).edits,))
     assert guesses.judge("t1", crowded, alive) is Verdict.WRONG
 
 
@@ -113,14 +113,14 @@ def test_a_directory_is_never_shared_even_if_the_answers_differ() -> None:
     guesses.note_answer("t1", Given(A, SHARES, again))
     guesses.note_answer("t2", Given(B, SHARES, provision(B)))
     assert (
-        guesses.judge("t1", evidence(B, again.edits, elsewhere=(before.edits,)), alive)
+        guesses.judge("t1", facts(B, again.edits, elsewhere=(before.edits,)), alive)
         is Verdict.WRONG
     )
-    own_answer = evidence(A, again.edits, expected={"main": again}, elsewhere=(before.edits,))
+    own_answer = facts(A, again.edits, expected={"main": again}, elsewhere=(before.edits,))
     assert guesses.judge("t1", own_answer, alive) is Verdict.WRONG
     elsewhere = Edits({"GPU": U0}, (Mount("/own", "/own/ab/cache"),))
     assert (
-        guesses.judge("t1", evidence(B, again.edits, elsewhere=(elsewhere,)), alive)
+        guesses.judge("t1", facts(B, again.edits, elsewhere=(elsewhere,)), alive)
         is Verdict.EXCHANGE
     )
 
@@ -135,17 +135,14 @@ def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
         earlier_directory="/old/a",
     )
     then = Edits({"GPU": U0}, (Mount("/tmp/vgpu", "/old/a"), Mount("/region", "/old/a/cache")))
-    assert Answers().judge("t", evidence(A, then, expected={"main": now}), alive) is Verdict.RIGHT
+    assert Answers().judge("t", facts(A, then, expected={"main": now}), alive) is Verdict.RIGHT
     another_gpu = msgspec.structs.replace(then, environment={"GPU": U1})
     assert (
-        Answers().judge("t", evidence(A, another_gpu, expected={"main": now}), alive)
-        is Verdict.WRONG
+        Answers().judge("t", facts(A, another_gpu, expected={"main": now}), alive) is Verdict.WRONG
     )
     anothers = msgspec.structs.replace(then, mounts=(Mount("/tmp/vgpu", "/old/ab"),))
-    assert (
-        Answers().judge("t", evidence(A, anothers, expected={"main": now}), alive) is Verdict.WRONG
-    )
-    shared = evidence(A, then, expected={"main": now}, elsewhere=(then,))
+    assert Answers().judge("t", facts(A, anothers, expected={"main": now}), alive) is Verdict.WRONG
+    shared = facts(A, then, expected={"main": now}, elsewhere=(then,))
     assert Answers().judge("t", shared, alive) is Verdict.WRONG
 
 
@@ -154,7 +151,7 @@ def test_an_answer_with_another_share_is_not_left_to_somebody_else() -> None:
     guesses = Answers()
     guesses.note_answer("t1", Given(A, SHARES, provision(A)))
     guesses.note_answer("t2", Given(B, (Share(U1, 1000),), provision(B, U1)))
-    assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.WRONG
+    assert guesses.judge("t1", facts(B, provision(A).edits), alive) is Verdict.WRONG
 
 
 def test_unequal_shares_are_never_exchanged() -> None:
@@ -162,7 +159,7 @@ def test_unequal_shares_are_never_exchanged() -> None:
     guesses = Answers()
     guesses.note_answer("t1", Given(A, (Share(U1, 1000),), provision(A, U1)))
     guesses.note_answer("t2", Given(B, SHARES, provision(B)))
-    assert guesses.judge("t1", evidence(B, provision(A, U1).edits), alive) is Verdict.WRONG
+    assert guesses.judge("t1", facts(B, provision(A, U1).edits), alive) is Verdict.WRONG
 
 
 def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:

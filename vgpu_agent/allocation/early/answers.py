@@ -46,7 +46,7 @@ class Verdict(enum.StrEnum):
     WRONG = "wrong"
 
 
-class Evidence(msgspec.Struct, frozen=True):
+class StartFacts(msgspec.Struct, frozen=True):
     """The facts about one container that is about to start.
 
     Attributes:
@@ -99,45 +99,43 @@ class Answers:
         """
         self.admitted_up_to = max(self.admitted_up_to, pod.bound)
 
-    def judge(self, token: str, evidence: Evidence, gone: Callable[[str], bool]) -> Verdict:
-        """Tell whether the container may start with the answer it has; ``gone`` reports whether a
-        pod has ended or does not exist.
+    def judge(self, token: str, facts: StartFacts, gone: Callable[[str], bool]) -> Verdict:
+        """Tell whether the container may start with the answer it has; ``gone`` tells whether the
+        pod with a UID has ended or does not exist.
         """
-        given, answers = self.given.get(token), evidence.answers
+        given, answers = self.given.get(token), facts.answers
         if answers and all(
-            name in evidence.expected and _is_of(answer, evidence.expected[name])
+            name in facts.expected and _is_of(answer, facts.expected[name])
             for name, answer in answers.items()
         ):
             return (
                 Verdict.WRONG
-                if any(
-                    _has_answered(evidence.expected[name], evidence.elsewhere) for name in answers
-                )
+                if any(_is_among(facts.expected[name], facts.elsewhere) for name in answers)
                 else Verdict.RIGHT
             )
-        if not answers and evidence.has_init_requests:
+        if not answers and facts.has_init_requests:
             # each of its containers has an answer of its own, and which of them starts is not known
             return Verdict.LATER
         if (
             given is None
-            or given.shares != evidence.shares
+            or given.shares != facts.shares
             or any(answer != given.provision.edits for answer in answers.values())
         ):
             return Verdict.WRONG
-        if given.decided_for == evidence.key:
+        if given.decided_for == facts.key:
             return Verdict.RIGHT
-        return self._anothers(token, given, evidence, gone(given.decided_for[0]))
+        return self._judge_of_another(token, given, facts, gone(given.decided_for[0]))
 
-    def _anothers(self, token: str, given: Given, evidence: Evidence, gone: bool) -> Verdict:
-        """Judge the answer ``given`` for a container other than the one that has it, with an equal
-        share. ``gone``: the pod of that other container has ended or does not exist.
+    def _judge_of_another(self, token: str, given: Given, facts: StartFacts, gone: bool) -> Verdict:
+        """Judge an answer that was meant for a container other than the one that has it, with an
+        equal share. ``gone``: the pod of that other container has ended or does not exist.
         """
-        if not evidence.answers:
+        if not facts.answers:
             return Verdict.LATER  # whether another container has this answer as well is not known
-        if _has_answered(given.provision, evidence.elsewhere):
+        if _is_among(given.provision, facts.elsewhere):
             return Verdict.WRONG  # two containers would share the directory of one
         for other, each in self.given.items():
-            if other != token and each.decided_for == evidence.key:
+            if other != token and each.decided_for == facts.key:
                 # The holder of that one keeps it as its own, so its share must be equal as well.
                 return Verdict.EXCHANGE if each.shares == given.shares else Verdict.WRONG
         # A pod that is gone for the kubelet and the API server may leave a container that has not
@@ -157,7 +155,7 @@ class Answers:
                     each, decided_for=given.decided_for, remarks=given.remarks
                 )
         self.given[token] = msgspec.structs.replace(given, decided_for=key, remarks=remarks)
-        self._has_ids(key)
+        self._note_holder(key)
         return given.decided_for
 
     def take_remarks(self, token: str, key: Key) -> tuple[Remark, ...]:
@@ -173,7 +171,7 @@ class Answers:
         meant for may still wait for one. Return the answer; None if it is not known.
         """
         given = self.given.pop(token, None)
-        self._has_ids(key)
+        self._note_holder(key)
         waiting = given is not None and given.decided_for not in self._holders
         if (
             given is not None
@@ -211,12 +209,12 @@ class Answers:
         """Forget answers whose ids have no holder any more."""
         self.given = {token: given for token, given in self.given.items() if token in tokens}
 
-    def _has_ids(self, key: Key) -> None:
+    def _note_holder(self, key: Key) -> None:
         self._holders.add(key)
         self.answered.add(key)
 
 
-def _has_answered(provision: Provision, answers: Collection[Edits]) -> bool:
+def _is_among(provision: Provision, answers: Collection[Edits]) -> bool:
     """Tell whether any of ``answers`` mounts the directory of the provision's own container: the
     present one (``own_directory``), or that of an earlier version of the agent
     (``earlier_directory``).

@@ -16,7 +16,7 @@ import msgspec
 
 from vgpu_agent.allocation.candidates import candidates
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.early.answers import Answers, Evidence, Given, Verdict, leads_into
+from vgpu_agent.allocation.early.answers import Answers, Given, StartFacts, Verdict, leads_into
 from vgpu_agent.allocation.early.siblings import Siblings, likeliest
 from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.overcommits import may_overcommit
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 # How long Allocate waits for a pod that the watch has not shown yet; the kubelet admits nothing
 # else meanwhile.
 ALLOCATE_WAIT_SECONDS = 0.8
-# The answer without a GPU. Without any answer, many runtimes would follow the variable of the
-# image, and images for GPUs ask for all GPUs.
+# The answer without a GPU. Without any answer, many runtimes would follow the image's own
+# NVIDIA_VISIBLE_DEVICES, and images for GPUs ask for all GPUs.
 _NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})
 
 
@@ -95,7 +95,7 @@ class EarlyBinding:
 
     def note_counted_ids(self, resource: str, count: int) -> None:
         """Note that the kubelet has allocated ``count`` ids of a resource that exists only for
-        schedulers to count. This is evidence of the container of the next call.
+        schedulers to count. This is a hint at the container of the next call.
         """
         self._siblings.note_allocated(resource, count)
 
@@ -180,7 +180,7 @@ class EarlyBinding:
         """
         pods, now = self._context.pods, asyncio.get_running_loop().time
         until = now() + ALLOCATE_WAIT_SECONDS
-        # a pod that asks for more ids than there are is never admitted
+        # resource → how many ids there are; a pod that asks for more is never admitted
         existing = {offer.name: len(offer.ids) for offer in self._ledger.resources}
         while True:
             version = pods.revision.version
@@ -216,7 +216,9 @@ class EarlyBinding:
         pod = candidate.pod
         try:
             decision = family.decide(self._question(offered, pod, candidate.container.name, ids))
-            beyond = self._beyond_the_pod(offered, candidate, decision, family)
+            exceeding = self._device_exceeding_later_containers(
+                offered, candidate, decision, family
+            )
         except (RequestRefusedError, LedgerError) as err:
             return type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}")
         if decision.layouts:
@@ -231,23 +233,23 @@ class EarlyBinding:
                 f"pod {pod.full_name}: an init container that asks for {offered.name} needs a "
                 "scheduler that decides for the pod, or binding.mode late"
             )
-        if beyond:
+        if exceeding:
             return RequestRefusedError(
                 f"pod {pod.full_name}: init container {candidate.container.name} has more of GPU "
-                f"{beyond} than its pod's sidecars and main containers together, and hands its ids "
-                "on to them, which needs binding.mode late"
+                f"{exceeding} than its pod's sidecars and main containers together, and hands its "
+                "ids on to them, which needs binding.mode late"
             )
         return decision
 
-    def _beyond_the_pod(
+    def _device_exceeding_later_containers(
         self, offered: Resource, candidate: Candidate, decision: Decision, family: PodFamily
     ) -> str:
         """Return a device of which an init container with shares of its own gets more than the
         pod's lasting containers (sidecars and main ones) have together, where one of these may have
-        its ids; empty without one.
+        its ids; empty if there is none.
 
         While the init container runs, the ledger has the shares of the later containers under these
-        ids (`_make_room_for_init`).
+        ids (`_book_pod_before_init`).
         """
         pod, container, name = candidate.pod, candidate.container, offered.name
         lasting = [
@@ -259,6 +261,7 @@ class EarlyBinding:
         if (
             not offered.init_shares
             or container.kind is not ContainerKind.INIT
+            # only a container with as many ids can have exactly the same ones
             or all(each.limits[name] != count for each in lasting)
         ):
             return ""
@@ -305,7 +308,7 @@ class EarlyBinding:
                 what it asks for.
             NotProvenError: the kubelet's records are not complete yet.
             LedgerError: the decision cannot be booked now.
-            HostFileError: a file could not be put into place.
+            HostFileError: a file could not be put in place.
         """
         self._answers.note_admission(start.pod)
 
@@ -320,15 +323,16 @@ class EarlyBinding:
 
         # `with_room` tries again once ended pods have made room
         decision, provisions, exchanged = await self._ended_pods.with_room(start, attempt)
-        by = decision.by
+        decider = decision.by  # in words
         # The answer that the kubelet keeps is proven for these shares, so only their booking is
         # tried again.
         grant = await self._ended_pods.with_room(
-            start, lambda: book(start, decision, f"{by}; {exchanged}" if exchanged else by)
+            start,
+            lambda: book(start, decision, f"{decider}; {exchanged}" if exchanged else decider),
         )
         for provision in provisions:
-            record = self._context.record(
-                start.token, len(start.ids), start.pod, start.owner, grant, by, provision
+            record = self._context.new_record(
+                start.token, len(start.ids), start.pod, start.owner, grant, decider, provision
             )
             await self._context.carrier.write_host_files(record, provision)
         remarks = decision.remarks or self._answers.take_remarks(start.token, start.key)
@@ -342,7 +346,7 @@ class EarlyBinding:
         """
         # This container and those before it with the same ids. Without the checkpoint only this one
         # is known to have them.
-        names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
+        names = start.id_records.containers.get(start.owner.pod_uid, (start.owner.container,))
         expected = {name: self._provision(start, name, shares) for name in names}
         if self._context.settings.pod_variables != "allow":
             _refuse_own_variables(start, expected)
@@ -351,7 +355,7 @@ class EarlyBinding:
         answers = {
             key[1]: answer for key, answer in start.kubelet_evidence.answers.items() if key in own
         }
-        evidence = Evidence(
+        facts = StartFacts(
             key=start.key,
             shares=shares,
             expected=expected,
@@ -360,8 +364,8 @@ class EarlyBinding:
             elsewhere=[
                 answer for key, answer in start.kubelet_evidence.answers.items() if key not in own
             ],
-            # then, while `answers` is empty, it is not known which container starts, so the verdict
-            # has to wait
+            # if so, and while `answers` is empty, it is not known which container starts, so the
+            # verdict has to wait
             has_init_requests=any(
                 each.kind is ContainerKind.INIT and each.limits.get(start.offered.name)
                 for each in start.pod.containers
@@ -369,7 +373,7 @@ class EarlyBinding:
         )
         exchanged = ""
         given, provisions = self._answers.given.get(start.token), list(expected.values())
-        match self._answers.judge(start.token, evidence, self._is_gone):
+        match self._answers.judge(start.token, facts, self._is_gone):
             case Verdict.LATER:
                 raise NotProvenError(
                     f"{start.pod.full_name}, container {start.owner.container}: it is not known "
@@ -377,7 +381,7 @@ class EarlyBinding:
                     "early); the kubelet will retry"
                 )
             case Verdict.WRONG:
-                self._refute(start)
+                self._refuse_wrong_answer(start)
             case Verdict.EXCHANGE:
                 self.exchanges += 1
                 meant_for = self._answers.exchange(start.token, start.key)
@@ -393,9 +397,9 @@ class EarlyBinding:
         ):
             # exchanged, now or before: the files that the kept answer names must be there
             provisions = [given.provision]
-        self._make_room_for_init(start, names)
-        # An answer of an earlier version of the agent mounts `earlier_directory`; then that one too
-        # is made anew.
+        self._book_pod_before_init(start, names)
+        # An answer of an earlier version of the agent mounts `earlier_directory`. Then that
+        # directory is made anew as well.
         kept = answers.values()
         return [
             msgspec.structs.replace(
@@ -405,13 +409,13 @@ class EarlyBinding:
             for each in provisions
         ], exchanged
 
-    def _make_room_for_init(self, start: Start, names: Collection[str]) -> None:
-        """Book all that was decided for the pod,
-        before an init container runs on another container's part of it.
+    def _book_pod_before_init(self, start: Start, names: Collection[str]) -> None:
+        """Book the shares of all later containers before an init container with ids of one starts.
 
-        An init container that shares its ids with a later container got its own share in Allocate,
-        and the ledger has the later one's under these ids. It takes no more of a card than the pod
-        has of it. So with the whole pod in the ledger nothing of it is given away meanwhile.
+        The init container's own share is not in the ledger: under the ids that it has in common
+        with a later container, the ledger has the share of that one. But it uses no more of a card
+        than the whole pod has. So once the whole pod is booked, no other pod gets what it uses.
+        ``names`` are the containers with the ids of the start.
 
         Raises:
             NotProvenError: not all of the pod's containers are in the ledger yet.
@@ -468,7 +472,7 @@ class EarlyBinding:
                     grant.number, decision.shares, decided_for=key, may_overcommit=may
                 )
 
-    def _refute(self, start: Start) -> NoReturn:
+    def _refuse_wrong_answer(self, start: Start) -> NoReturn:
         """Refuse the start for good, because the answer is another container's."""
         self.wrong_guesses += 1
         # the ids stay with the container, without shares
@@ -522,7 +526,7 @@ class EarlyBinding:
             for holding in records.holdings
             if holding.owner.pod_uid
         )
-        # the holders have their answers, and containers mistaken for them do not
+        # the holders have their answers; a container that Allocate guessed wrongly has none yet
         self._answers.learn(holders, self._ledger.grants)
         if self._context.pods.synced.is_set():
             # `kubelet_uid`: as in the kubelet's records; a static pod's mirror has another UID

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Siblings:
-    """The Allocate calls for counted resources of the same container, as evidence of it. Such
+    """The Allocate calls for counted resources of the same container, as hints at it. Such
     resources are only there for schedulers to count: their ids are neither booked nor answered
     (`Decider.NOBODY`).
 
