@@ -1,3 +1,3 @@
-"""The API server: the watches, the writers, and the connection. Wired by `agent`;
-uses no other adapter.
+"""The API server: the watches, the writers, and the connection. Built and connected by `agent`;
+does not use the packages that talk to the driver or to the kubelet.
 """

@@ -40,14 +40,15 @@ if TYPE_CHECKING:
     from vgpu_agent.nodes import Node, SentCounts
 
 _POLL_SECONDS = 10.0  # the longest pause while no input changes
-# The kubelet processes a list in milliseconds, and the lists of several resources change together.
+# The wait for further changes: the lists of several resources change together, and the kubelet
+# processes each in milliseconds.
 _COALESCING_SECONDS = 0.1
 # The rate limit of the writes: one in this interval, after a burst of several. A Node is a large
 # object that many components of the cluster watch. When a GPU goes to another family, there are a
 # few writes within seconds. Counts that decrease are written without waiting.
 _WRITE_INTERVAL_SECONDS = 0.5
 _BURST_WRITES = 8
-# A write of the kubelet that is later than this after a new list has the counts of that list.
+# A count that the kubelet writes later than this after a new list is the count of that list.
 _LATE_WRITE_SECONDS = 1.0
 
 
@@ -98,8 +99,9 @@ class AllocatableWriter:
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
             sent: returns resource → the counts of the last list that the kubelet was sent over a
-                stream that is still open. ``offered`` are the healthy ids without those that
-                schedulers must no longer see; they are written.
+                stream that is still open: ``listed`` counts all ids, ``healthy`` the Healthy ones,
+                ``offered`` the latter without those that schedulers must no longer see. The
+                ``offered`` ones are written.
             lists: advances when the result of ``sent`` changes.
             withdrawn: advances when schedulers must see fewer ids than the kubelet has.
             counted: called with the value of ``withdrawn`` up to which the Node has the counts, or
@@ -127,7 +129,7 @@ class AllocatableWriter:
             versions = Versions(self._node, self._lists, self._withdrawn)
             withdrawn = self._withdrawn.version
             pause = await self.write_once()
-            await versions.passed(timeout_seconds=pause)
+            await versions.passed(timeout_seconds=pause)  # until one of them has a newer version
             # A withdrawal is written without delay, since schedulers bind pods by the old count.
             if self._withdrawn.version == withdrawn:
                 await asyncio.sleep(_COALESCING_SECONDS)
@@ -228,7 +230,7 @@ class AllocatableWriter:
         """Write all counts by one merge patch, or by one patch each if the API server refuses it.
 
         Returns:
-            whether all counts were written.
+            True if all counts were written.
         """
         now = asyncio.get_running_loop().time()
         # After any number of writes without waiting, the next one waits at most for a whole burst.

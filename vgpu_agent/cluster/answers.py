@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LONGEST_BODY_BYTES = 64 * 1024  # of an error; a Status is far below that
 _LONGEST_MESSAGE = 1000  # characters of a Status; it may hold the whole difference of two pods
-_LONGEST_QUOTE = 200  # characters of a page that is no Status
+_LONGEST_QUOTE = 200  # characters of a page that is not a Status
 _LONGEST_RETRY_SECONDS = 3600.0
 _LONGEST_RETRY_HEADER = 40  # characters; a date has 29
 _LONGEST_CAUSE = 500  # characters of aiohttp's text, which may quote a URL or a header
@@ -82,8 +82,8 @@ def failures(
     Args:
         method: of the request.
         path: of the request.
-        seconds: the time limit that a TimeoutError means.
-        server: the name in messages of what the request went to.
+        seconds: the time limit that has passed when aiohttp raises TimeoutError.
+        server: the name of the server in messages.
     """
     try:
         yield
@@ -125,11 +125,12 @@ def failures(
 
 
 async def check(response: aiohttp.ClientResponse, method: str, path: str) -> None:
-    """Return if the answer is a success; may also raise what `failures` turns into `ClusterError`.
+    """Raise an error unless the answer is a success. Reading the body may also raise aiohttp's
+    errors, which `failures` turns into `ClusterError`.
 
     Raises:
-        ClusterError: anything else, with the HTTP status and the time that the server asked us to
-            wait.
+        ClusterError: anything but success, with the HTTP status and the time that the server asked
+            us to wait.
     """
     kind = response.content_type[:100]
     encoding = response.headers.get("Content-Encoding", "identity")
@@ -183,7 +184,7 @@ def _retry_after(header: str, status: _Status) -> float:
     """
     seconds = _seconds(header.strip())
     if status.details is not None and status.details.seconds:
-        # Compared as whole numbers: one of 400 digits is no float.
+        # Compared as whole numbers: one of 400 digits cannot be a float.
         seconds = max(
             seconds, float(max(0, min(status.details.seconds, int(_LONGEST_RETRY_SECONDS))))
         )

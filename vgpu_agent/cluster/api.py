@@ -50,32 +50,34 @@ class Api(Protocol):
 
 
 def node_path(name: str) -> str:
-    """The Node object of that name."""
+    """The path of the Node of that name."""
     return f"/api/v1/nodes/{name}"
 
 
 def pod_path(namespace: str, name: str) -> str:
-    """The pod of that name."""
+    """The path of the pod of that name."""
     return f"/api/v1/namespaces/{namespace}/pods/{name}"
 
 
 def pods_path(namespace: str) -> str:
-    """The pods of a namespace."""
+    """The path of the pods of a namespace."""
     return f"/api/v1/namespaces/{namespace}/pods"
 
 
 def events_path(namespace: str) -> str:
-    """The events of a namespace."""
+    """The path of the events of a namespace."""
     return f"/api/v1/namespaces/{namespace}/events"
 
 
 def secret_path(namespace: str, name: str) -> str:
-    """The Secret of that name; without a name, the Secrets of the namespace."""
+    """The path of the Secret of that name; without a name, that of the namespace's Secrets."""
     return f"/api/v1/namespaces/{namespace}/secrets{f'/{name}' if name else ''}"
 
 
 def webhook_configuration_path(kind: str, name: str) -> str:
-    """The webhook configuration of that name; ``kind`` is ``mutating`` or ``validating``."""
+    """The path of the webhook configuration of that name; ``kind`` is ``mutating`` or
+    ``validating``.
+    """
     return f"/apis/admissionregistration.k8s.io/v1/{kind}webhookconfigurations/{name}"
 
 

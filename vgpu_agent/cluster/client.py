@@ -231,8 +231,9 @@ class ApiClient:
                 )
             except ClusterError as err:
                 self.requests[verb, resource, str(err.status or "no answer")] += 1
-                # An admission policy, or a namespace that is being deleted, forbids as well. And
-                # where a ConfigMap may not be read, it is not used.
+                # Only the 403 about a missing right has this text; an admission policy, or a
+                # namespace that is being deleted, forbids as well. Reads do not count: a ConfigMap
+                # that may not be read is not used.
                 if (
                     verb in _WRITES
                     and err.status == 403

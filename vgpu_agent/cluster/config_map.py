@@ -59,7 +59,7 @@ class ConfigMapWatch:
             name: the ConfigMap's name.
             key: the key in it.
             namespaces: where it is searched, in order; at least one.
-            journal: its place, faults and failing watches are recorded there.
+            journal: records the ConfigMap's place, its faults and failing watches.
             expected_in: see the class; one of ``namespaces``, or empty.
         """
         self.text: Latest[str | None] = Latest(None)
@@ -116,6 +116,7 @@ class ConfigMapWatch:
                         place.forget()
                 if self._settled():
                     self._publish()
+                # until one of them has a newer version
                 await versions.passed(timeout_seconds=self.longest_silence_seconds)
 
     def _wanted(self) -> list[_Place]:
@@ -228,7 +229,7 @@ class _Place:
         self._take(None)
 
     def _take(self, texts: Mapping[str, str] | None) -> None:
-        # A ConfigMap without any key is still a ConfigMap.
+        # The extra entry tells a ConfigMap without any key from no ConfigMap.
         found = {} if texts is None else {"": "", **texts}
         if self.found.value != found:
             self.found.publish(found)

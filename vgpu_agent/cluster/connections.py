@@ -57,7 +57,7 @@ class Connections:
     @classmethod
     async def opened(cls, access: Access) -> Self:
         """Return connections to the server of ``access``, which has the server's address, the token
-        and the TLS files; the first request opens one.
+        and the TLS files; the first request opens a connection.
 
         Raises:
             ClusterError: a TLS file is missing or invalid, such as a key of another certificate.

@@ -7,8 +7,8 @@ while the agent runs. The files are therefore read again every minute in which t
 and at once when the API server refuses the credentials.
 
 A service account is one token file, one CA file and an address in the environment. A kubeconfig is
-read by kubernetes_asyncio, which knows credential plugins and all else that it may contain. It is
-imported only then: it takes 38 MiB and some tenths of a second.
+read by kubernetes_asyncio, which handles credential plugins and all else that it may contain. That
+library is imported only then: it takes 38 MiB and some tenths of a second.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Access:
         ca_file: CA certificates to trust; empty for those of the system.
         certificate_file: our client certificate; empty for none.
         key_file: its key.
-        verify: whether the server's certificate is checked at all.
+        verify: the server's certificate is checked at all.
         server_name: the name that its certificate must have; empty for the host in ``server``.
         proxy: URL of a proxy that the kubeconfig names; empty for none. The environment is never
             read.
@@ -116,7 +116,7 @@ def credentials(
 ) -> Credentials | None:
     """Find the credentials of this agent; None when it has none, or must not use them.
 
-    Looks at one file, so not for the event loop's thread.
+    Not for the event loop's thread, because it looks at one file.
 
     Args:
         settings: ``kubeconfig`` and ``cluster.enabled``.
@@ -137,7 +137,7 @@ def from_place(
     service_account: Path = SERVICE_ACCOUNT,
 ) -> Credentials | None:
     """Find the credentials in a kubeconfig, if one is named, or those of the pod; None when there
-    are none. Looks at one file.
+    are none. Not for the event loop's thread, because it looks at one file.
     """
     if kubeconfig:
         return Credentials(lambda: _from_kubeconfig(kubeconfig), f"kubeconfig {kubeconfig}")
@@ -185,9 +185,8 @@ def _from_kubeconfig(path: str) -> Access:
             tls_fingerprint=_fingerprint(files),
         )
     except Exception as err:  # noqa: BLE001
-        # the library indexes and parses its way through the file: all it raises means "no good
-        # file"
-        # Without its cause: its text may quote the file, or what a credential plugin wrote.
+        # Any exception of the library means that the file cannot be used. It is not kept as the
+        # cause: its text may quote the file, or the output of a credential plugin.
         raise ClusterError(
             f"kubeconfig {path} cannot be used: {_why(err)}; try it with kubectl --kubeconfig "
             f"{path} get nodes"
@@ -214,7 +213,7 @@ def _from_service_account(environment: Mapping[str, str], directory: Path) -> Ac
             if port
             else "KUBERNETES_SERVICE_PORT is not set"
         )
-    if trouble:  # raised out here, so that the error knows nothing of what was read
+    if trouble:  # raised outside `except`, so that it is not chained to an error with the content
         raise ClusterError(
             f"the service account in {directory} cannot be used: {trouble}; the agent's pod needs "
             "automountServiceAccountToken: true"
@@ -227,7 +226,7 @@ def _from_service_account(environment: Mapping[str, str], directory: Path) -> Ac
     )
 
 
-# Errors of kubernetes_asyncio about a kubeconfig with the names in it and without its values.
+# Beginnings of kubernetes_asyncio's errors that quote names in a kubeconfig, but no values.
 _HARMLESS = re.compile(
     r"Invalid kube-config file\.|File does not |oidc: No valid |exec: process returned -?\d+"
 )

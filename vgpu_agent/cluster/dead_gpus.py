@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _NO_LONGER_ANSWERS = "it no longer answers"
 
 
-# A dataclass: it has a snapshot and functions, and is no plain value.
+# A dataclass: it has a snapshot and functions, and is not a plain value.
 @dataclasses.dataclass(frozen=True)
 class GpuFacts:
     """The facts that this package needs about the GPUs and their holders.
 
     Attributes:
         inventory: the GPUs.
-        driver: returns the state of the driver, which may hang without a new inventory.
+        driver: returns the state of the driver; it may begin to hang without a new inventory.
         grants: returns the present grants.
         libraries: returns isolation backend → why its library is missing on this node.
         labels: returns the labels that describe the GPUs; None while no GPU answers.

@@ -68,7 +68,7 @@ class _Struct(msgspec.Struct, rename="camel"):
 
 
 class _PodMetadata(_Struct):
-    """The metadata of a pod but its annotations and labels, which `_pod_type` adds."""
+    """The metadata of a pod except its annotations and labels, which `_pod_type` adds."""
 
     name: str = ""
     namespace: str = ""
@@ -400,7 +400,7 @@ def page(raw: Json) -> tuple[Sequence[msgspec.Raw], str, str]:
     of the next page, which is empty on the last one.
 
     Raises:
-        ClusterError: it is no list.
+        ClusterError: it is not a list.
     """
     read = _decoded(_lists, raw, "a list")
     version, token = read.metadata.resource_version, read.metadata.continue_ or ""
@@ -419,7 +419,7 @@ def event(raw: Json) -> Event:
     """Decode one line of a watch.
 
     Raises:
-        ClusterError: it is no event.
+        ClusterError: it is not an event.
     """
     return _decoded(_events, raw, "a watch event")
 
@@ -552,6 +552,7 @@ def _container(
             unreadable[name] = shortened(text, _LONGEST_AMOUNT)
         else:
             limits[name] = number
+    # `VARIABLES`: a pattern of the names of variables about GPUs or their limits
     environment = frozenset(
         variable.name for variable in one.env or () if VARIABLES.fullmatch(variable.name)
     )
@@ -567,7 +568,7 @@ def _container(
         kind,
         limits,
         unreadable_limits=unreadable,
-        environment=environment,  # the names of those about GPUs or their limits
+        environment=environment,
         started=bool(status.restart_count > 0 or runs),
         started_at=max((unix_seconds(run.started_at) for run in runs), default=0.0),
         running=state.running is not None,
@@ -579,8 +580,9 @@ def _container(
 
 
 def _values(one: _Container) -> dict[str, str]:
-    """Return the values of those variables whose values families use. No family knows a longer
-    value. Of two variables with one name the later one counts, as in the container.
+    """Return the values of those variables whose values families use (pattern `VALUES`), if they
+    are short: no family uses a longer one. Of two variables with one name the later one counts, as
+    in the container.
     """
     values: dict[str, str] = {}
     for variable in one.env or ():

@@ -58,6 +58,7 @@ class _Owner(_Struct):
 
 
 class _Annotations(msgspec.Struct):
+    # only on the mirror of a static pod
     mirror: str | None = msgspec.field(default=None, name=MIRROR_POD)
     gang: str | None = msgspec.field(default=None, name=GANG_ANNOTATIONS[0])
     second_gang: str | None = msgspec.field(default=None, name=GANG_ANNOTATIONS[1])
@@ -159,8 +160,8 @@ _budgets = msgspec.json.Decoder(_Budget)
 
 def with_facts(decode_pod: Callable[[Json], Pod]) -> Callable[[Json], Pod]:
     """Return a decoder of pods that adds `Pod.scheduling` to those of ``decode_pod``; it raises as
-    that one does. A pod of which only the facts cannot be read is there without them: it holds its
-    cards, and is never preempted.
+    that one does. A pod of which only these facts cannot be read is decoded without them: it still
+    holds its cards, and is never preempted.
     """
 
     def decoded(raw: Json) -> Pod:
@@ -250,9 +251,10 @@ def _gang(metadata: _Metadata, spec: _Spec) -> str:
 
 
 def _requests(spec: _Spec) -> tuple[tuple[str, int], ...] | None:
-    """Return what kube-scheduler counts for the pod, in thousandths of each resource's unit: its
-    sidecars, and all main containers or the init container that asks for most, each resource by
-    itself; and one of ``pods``. None where that cannot be told.
+    """Return the amounts that kube-scheduler counts for the pod, in thousandths of each resource's
+    unit, and one of the resource ``pods``. Each resource by itself: the sum of sidecars and main
+    containers, or the most that an init container and the sidecars before it need, if that is
+    larger. None where the amounts cannot be told.
     """
     if spec.resources is not None:
         return None  # amounts of the whole pod replace those of its containers
@@ -289,7 +291,7 @@ def _read(amounts: _Amounts | None) -> dict[str, int]:
     """Read quantities.
 
     Raises:
-        ValueError: one of them is no quantity.
+        ValueError: one of them is not a quantity.
     """
     found = {}
     for name, text in (amounts or {}).items():
@@ -310,7 +312,7 @@ def _add(amounts: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def _traits(spec: _Spec) -> Iterable[Trait]:
-    """Yield what kube-scheduler's filters check of the pod beside the amounts of resources."""
+    """Yield what kube-scheduler's filters check of the pod besides the amounts of resources."""
     containers = (*(spec.init_containers or ()), *(spec.containers or ()))
     if spec.host_network or any(port.host_port for one in containers for port in one.ports or ()):
         yield Trait.HOST_PORTS

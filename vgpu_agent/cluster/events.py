@@ -149,6 +149,7 @@ class Events:
             versions = Versions(self._raised)  # taken first, so that no change is missed
             pause = await self.write_once()
             if pause > 0:
+                # until an event is raised
                 await versions.passed(timeout_seconds=min(pause, self._heartbeat_seconds))
 
     async def write_once(self) -> float:

@@ -141,7 +141,7 @@ class FailedPods:
                 return
 
     async def _names(self) -> tuple[list[str], bool]:
-        """The pods, by namespace and name, and whether there may be more.
+        """Return the pods, as ``namespace/name``, and True if there may be more.
 
         Raises:
             ClusterError: no answer, or one that cannot be read.
@@ -158,7 +158,7 @@ class FailedPods:
             try:
                 pod = _pods.decode(item)
             except (msgspec.MsgspecError, ValueError, RecursionError):
-                continue  # an object that cannot be read is none of ours
+                continue  # an object that cannot be read is not one of ours
             if self._failed_meanwhile(pod, ours):
                 names.append(f"{pod.metadata.namespace}/{pod.metadata.name}"[:_LONGEST_NAME])
         return sorted(names), bool(rest)

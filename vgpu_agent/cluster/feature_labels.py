@@ -4,7 +4,7 @@ The names of the labels that were written are in an annotation of the Node. So l
 configuration, or of a setting that was switched off, are removed, also after a restart, and labels
 of others never are.
 
-GFD is recognised by a label that only it writes, and by its habit to write its own values over
+GFD is recognised by a label that only it writes, and because it keeps writing its own values over
 those of the agent. Then the agent gives its labels up: they are GFD's from that moment on.
 
 Called for each desired state of `node_publisher`.
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vgpu_agent.nodes import Node
 
 ANNOTATION = "vgpu-agent.internal/feature-labels"
-# So many changes of our values by another writer within the time are a program, and no person.
+# This many changes of our values by another writer within this time come from a program, not from a
+# person.
 _CHANGES, _CHANGES_SECONDS = 3, 3600.0
 
 
@@ -85,7 +86,7 @@ class FeatureLabels:
             )
             return
         if self._given_up and not self._contested:
-            self._given_up = ""  # it was the label alone
+            self._given_up = ""  # because of that label alone, which is gone
         changed = [key for key, value in self._ours.items() if node.labels.get(key) != value]
         if changed and not self._given_up:
             self._ours = {}

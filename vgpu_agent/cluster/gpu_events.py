@@ -1,12 +1,13 @@
 """Kubernetes events about the health of GPUs and the node's other problems: on our Node, and on the
-pods that hold a dead GPU or whose program has made an error on one.
+pods that hold a dead GPU or whose program caused an error on one.
 
 `kubectl describe node` then shows what the agent's log says, and the owner of a pod reads that its
 GPU has died without access to the node. Each change is one event. GPUs that change together for the
 same reason share one, because a driver that stops takes all of them. An event that repeats is the
-same event with a higher count (`events`), and a GPU that keeps failing must be quiet for longer
-each time (`gpu.health`), so a broken card cannot flood the API server. An outage of the API server
-has no event: a thousand nodes would write it at the moment when the API server is back.
+same event with a higher count (`events`), and a GPU that keeps failing must run without errors for
+longer each time before it counts as healthy (`gpu.health`), so a broken card cannot flood the API
+server. An outage of the API server has no event: a thousand nodes would write it at the moment when
+the API server is back.
 
 Built and run by `agent`.
 """
@@ -57,31 +58,32 @@ _NO_PROBLEM_EVENT = frozenset(
 # the inventory; and how long a problem must last to have an event. A restart of the kubelet is over
 # before that.
 LOOK_SECONDS = 5.0
-# A GPU that fails so often within this time is flapping.
+# A GPU that fails this often within this time is flapping.
 _FLAPPING_FAILURES, _FLAPPING_SECONDS = 3, 3600.0
 # More GPUs than that are named by their indices alone, so that the reason fits into the message.
 _NAMED_IN_FULL = 2
 
 
-class _Dead(msgspec.Struct):
-    """The time in which a device is dead, from its failure to its recovery. ``lost``: its GPU no
-    longer answers or is gone; otherwise it is present and unhealthy.
+class _ReportedDead(msgspec.Struct):
+    """A dead device as it was reported; kept until it recovers. ``lost``: its GPU no longer answers
+    or is gone; otherwise it is present and unhealthy.
     """
 
     name: str
     lost: bool
 
 
-class _Lasting(msgspec.Struct):
-    """A problem that is there, since when on the event loop's clock."""
+class _SeenProblem(msgspec.Struct):
+    """A problem that exists. ``since``: when it was first seen, on the event loop's clock."""
 
     since: float
     text: str  # for the event of its end
-    told: bool = False  # the event of the problem was raised
+    reported: bool = False  # the event of the problem was raised
 
 
 class GpuEvents:
-    """The comparison of the GPUs with those of the last look.
+    """The task that compares the GPUs with those of the last look, and raises events for what
+    differs.
 
     State: in memory only. A new agent raises the events of GPUs that are dead at its start.
     """
@@ -93,7 +95,7 @@ class GpuEvents:
         pods: PodCache,
         node: Callable[[], Node | None],
     ) -> None:
-        """Build it.
+        """Build the task; `run` runs it.
 
         Args:
             events: the queue of events.
@@ -103,19 +105,20 @@ class GpuEvents:
             node: our Node, None before it was read.
         """
         self._events, self._facts, self._pods, self._node = events, facts, pods, node
-        self._dead: dict[str, _Dead] = {}  # GPUs and instances, by UUID
+        self._dead: dict[str, _ReportedDead] = {}  # GPUs and instances, by UUID
         # GPU → the last failures, in seconds of the event loop's clock
         self._failures: dict[str, collections.deque[float]] = {}
         # UID of a pod → its dead devices that were reported, by UUID
-        self._on_pods: dict[str, dict[str, _Dead]] = {}
+        self._on_pods: dict[str, dict[str, _ReportedDead]] = {}
         self._hung = ""  # the driver call whose hang was reported last; empty when that is over
         self._driver_missing = False
-        self._missing = ChangeFilter()  # by isolation backend, of the libraries that are missing
+        # isolation backend → why its library is missing, as it was reported last
+        self._missing_libraries = ChangeFilter()
         # the UUID of the GPU, the XID and its first time, of each error of a program that was
         # reported
         self._program_errors: set[tuple[str, int, float]] = set()
         # kind, subject and text of a problem, without numbers
-        self._problems: dict[tuple[str, str, str], _Lasting] = {}
+        self._problems: dict[tuple[str, str, str], _SeenProblem] = {}
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Raise events until cancelled; send a heartbeat at least every `LOOK_SECONDS`."""
@@ -123,7 +126,7 @@ class GpuEvents:
             beat()
             versions = Versions(self._facts.inventory)  # taken first, so that no change is missed
             self.look_once()
-            await versions.passed(timeout_seconds=LOOK_SECONDS)
+            await versions.passed(timeout_seconds=LOOK_SECONDS)  # until there is a newer inventory
 
     def look_once(self) -> None:
         """Raise the events of all changes since the last call."""
@@ -139,11 +142,11 @@ class GpuEvents:
         self._look_at_driver(node)
         # isolation backend → why its library is missing
         for backend, why in self._facts.libraries().items():
-            if self._missing.is_new(backend, why):
+            if self._missing_libraries.is_new(backend, why):
                 self._events.raise_event(
                     node, LIBRARY_MISSING, f"containers cannot be limited by {backend}: {why}"
                 )
-        self._missing.keep_only(self._facts.libraries())
+        self._missing_libraries.keep_only(self._facts.libraries())
 
     # -- the Node ----------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class GpuEvents:
             if known is None or (device.lost and not known.lost):
                 reason = self._reason(device, is_new=known is None)
                 failed.setdefault((reason, device.why, device.remedy), []).append(device)
-                self._dead[device.uuid] = _Dead(device.name, device.lost)
+                self._dead[device.uuid] = _ReportedDead(device.name, device.lost)
         for (reason, why, remedy), devices in failed.items():
             text = f"{_joined([device.name for device in devices])}: {why}"
             if remedy is not None:
@@ -171,8 +174,9 @@ class GpuEvents:
         for uuid in recovered:
             self._dead.pop(uuid, None)  # an instance that was removed while it was unhealthy
         if names:
+            it = "it" if len(names) == 1 else "them"
             self._events.raise_event(
-                node, RECOVERED, f"{_joined(names)}: new containers may use it again", "Normal"
+                node, RECOVERED, f"{_joined(names)}: new containers may use {it} again", "Normal"
             )
 
     def _reason(self, device: DeadDevice, *, is_new: bool) -> str:
@@ -202,7 +206,7 @@ class GpuEvents:
             )
         elif status.state is NvmlState.MISSING and not self._driver_missing:
             self._driver_missing = True
-            # GPUs that were there before are lost, which has an event
+            # GPUs that were there before are reported as lost
             if not self._facts.inventory.value.gpus:
                 self._events.raise_event(node, MISSING, " ".join(status.last_error.split()))
         elif status.state is NvmlState.ANSWERING and (self._hung or self._driver_missing):
@@ -218,18 +222,20 @@ class GpuEvents:
             (problem.kind.value, problem.subject, re.sub(r"\d+", "", problem.text)): problem
             for problem in self._facts.problems()
             if problem.kind not in _NO_PROBLEM_EVENT
-            # the event of the missing library has it
+            # reported as `LIBRARY_MISSING` already
             and not any(why in problem.text for why in libraries)
         }
         for key in self._problems.keys() - present.keys():
             over = self._problems.pop(key)
-            if over.told:
+            if over.reported:
                 self._events.raise_event(node, PROBLEM_OVER, f"over: {over.text}", "Normal")
         # `part` names the kind and the subjects of a problem, `reason` has its text and the remedy
         for key, problem in present.items():
-            known = self._problems.setdefault(key, _Lasting(now, f"{problem.part}: {problem.text}"))
-            if not known.told and now - known.since >= LOOK_SECONDS:
-                known.told = True
+            known = self._problems.setdefault(
+                key, _SeenProblem(now, f"{problem.part}: {problem.text}")
+            )
+            if not known.reported and now - known.since >= LOOK_SECONDS:
+                known.reported = True
                 message = f"{problem.part}: {problem.reason}"
                 self._events.raise_event(node, PROBLEM, " ".join(message.split()))
 
@@ -244,22 +250,23 @@ class GpuEvents:
             for device in held.values():
                 before = known.get(device.uuid)
                 if before is None or (device.lost and not before.lost):
-                    known[device.uuid] = _Dead(device.name, device.lost)
+                    known[device.uuid] = _ReportedDead(device.name, device.lost)
                     failed.setdefault((device.lost, device.why), []).append(device.name)
             for (lost, why), names in failed.items():
+                it, verb = ("it", "is lost") if len(names) == 1 else ("them", "are lost")
                 self._events.raise_event(
                     pod,
                     LOST if lost else UNHEALTHY,
-                    f"this pod holds {_joined(names)}, which {'is lost' if lost else 'failed'}: "
-                    f"{why}. It keeps it until it ends; delete the pod if its work has failed",
+                    f"this pod holds {_joined(names)}, which {verb if lost else 'failed'}: "
+                    f"{why}. It keeps {it} until it ends; delete the pod if its work has failed",
                 )
         for uid in list(self._on_pods):
             self._recover(uid, on_dead[uid][1] if uid in on_dead else {}, dead)
 
     def _look_at_programs(self) -> None:
         """Tell the pods on a GPU of an XID that a program has caused: their owners cannot see the
-        node. The same XID several times in a row is told once: the state of the driver has it as
-        one entry.
+        node. The same XID several times in a row is reported once: the state of the driver has it
+        as one entry.
         """
         seen = {
             (gpu, each.xid, each.first_at): each
@@ -285,13 +292,13 @@ class GpuEvents:
             if any(share.device in hit for share in grant.shares)
             if (pod := pod_of(grant, self._pods)) is not None and not pod.ended
         }
-        alone = "" if len(holders) == 1 else " with other pods"
+        with_others = "" if len(holders) == 1 else " with other pods"
         for pod in holders.values():
             self._events.raise_event(
                 pod,
                 PROGRAM_ERROR,
-                f"{seen.text}. That was reported on {gpu_name(gpu)}, which this pod holds{alone}; "
-                f"{seen.remedy.sentence(uuid)}",
+                f"{seen.text}. That was reported on {gpu_name(gpu)}, which this pod "
+                f"holds{with_others}; {seen.remedy.sentence(uuid)}",
             )
 
     def _recover(
@@ -313,19 +320,22 @@ class GpuEvents:
         ]
         pod = next((pod for pod in self._pods.pods if pod.uid == uid), None) if names else None
         if pod is not None and not pod.ended:
-            text = f"{_joined(names)}, which this pod holds, works again"
+            work = "works" if len(names) == 1 else "work"
+            text = f"{_joined(names)}, which this pod holds, {work} again"
             self._events.raise_event(pod, RECOVERED, text, "Normal")
 
 
 def _gpus(devices: Sequence[DeadDevice]) -> str:
-    """Return the GPUs of devices as nvidia-smi takes them, in numbers where they are many."""
+    """Return the GPUs of devices as nvidia-smi takes them: by UUID, by index if there are more than
+    `_NAMED_IN_FULL` devices.
+    """
     if len(devices) <= _NAMED_IN_FULL:
         return ",".join(dict.fromkeys(device.gpu for device in devices))
     return ",".join(dict.fromkeys(str(device.index) for device in devices))
 
 
 def _joined(names: list[str]) -> str:
-    """Join the names of devices; of many GPUs only the numbers."""
+    """Join the names of devices; without the UUIDs if there are more than `_NAMED_IN_FULL`."""
     if len(names) <= _NAMED_IN_FULL:
         return " and ".join(names)
     # a GPU's name is "GPU 0 (GPU-…)"

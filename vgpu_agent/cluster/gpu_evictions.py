@@ -36,8 +36,8 @@ _SHORTEST_WAIT_SECONDS = 0.01
 
 
 def desired_labels(facts: GpuFacts, pods: PodCache) -> dict[str, DesiredPod]:
-    """Return the label of each pod that holds a dead GPU, and its absence on pods that hold others,
-    by the kubelet's UID (the API server's, except for static pods).
+    """Return the label of each pod that holds a dead GPU, and its removal (None) from pods that
+    hold only others, by the kubelet's UID (the API server's, except for static pods).
     """
     desired: dict[str, DesiredPod] = {}
     for grant in facts.grants():
@@ -102,11 +102,12 @@ class GpuEvictions:
             beat()
             versions = Versions(self._facts.inventory)  # taken first, so that no change is missed
             pause = await self.look_once(beat)
-            await versions.passed(timeout_seconds=pause)
+            await versions.passed(timeout_seconds=pause)  # until there is a newer inventory
 
     async def look_once(self, beat: Callable[[], None] = lambda: None) -> float:
         """Evict the pods whose time has come; return the seconds until the next call."""
         now = asyncio.get_running_loop().time()
+        # UID of a pod that holds a dead device → the pod, and its dead devices by UUID
         on_dead = pods_on(
             dead_devices(self._facts.inventory.value), self._facts.grants(), self._pods
         )

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 CONDITION = "GPUHealthy"
 TAINT = "vgpu-agent.internal/no-usable-gpu"
-# A driver that is reloaded takes its GPUs away for less. With the effect NoExecute, the taint ends
-# every pod of the node.
+# How long no GPU must have been usable. While a driver is reloaded, its GPUs are away for less.
+# With the effect NoExecute, the taint ends every pod of the node.
 TAINT_AFTER_SECONDS = 60.0
 _HEALTHY, _LOST, _UNHEALTHY = "AllGpusHealthy", "GpuLost", "GpuUnhealthy"
 _NOT_ANSWERING, _HUNG, _MISSING, _NO_GPU = (
@@ -38,9 +38,9 @@ _NOT_ANSWERING, _HUNG, _MISSING, _NO_GPU = (
     "DriverMissing",
     "NoGpu",
 )
-# By these a condition of this agent is told from one of the same type of other software.
+# These tell a condition of this agent from one of the same type by other software.
 _REASONS = frozenset({_HEALTHY, _LOST, _UNHEALTHY, _NOT_ANSWERING, _HUNG, _MISSING, _NO_GPU})
-# A message has no more devices than that. Kubernetes allows 32 KiB, people read a line.
+# The most devices in a message. Kubernetes allows 32 KiB, people read a line.
 _NAMED = 4
 
 
@@ -71,9 +71,10 @@ def cleanup(node: Node) -> DesiredNode:
 
 
 def _taints(inventory: Inventory, effect: str, now: float) -> dict[str, str | None]:
-    """Return the taint, None for it as soon as a GPU is usable, and nothing where the present one
-    stays: the GPUs have been unusable for a moment only, or none is known. After a restart the
-    driver does not list lost GPUs, and on a node without GPUs it never did.
+    """Return the taint with its effect, or with None, which removes it, as soon as a GPU is usable;
+    an empty mapping leaves the Node as it is: the GPUs have been unusable for a moment only, or
+    none is known. After a restart the driver does not list lost GPUs, and on a node without GPUs it
+    never did.
     """
     if any(gpu.present and gpu.health.ok for gpu in inventory.gpus):
         return {TAINT: None}

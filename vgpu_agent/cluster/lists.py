@@ -16,16 +16,16 @@ from vgpu_agent.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# etcd takes objects of 1.5 MiB by default, and JSON makes at most a few times that of them.
+# etcd takes objects of 1.5 MiB by default, and their JSON is at most a few times as long.
 LONGEST_OBJECT_BYTES = 16 * 1024 * 1024
-# Of the envelope, all of a list but the items: kind, version, token of the next page.
+# For the envelope, all of a list except the items: kind, version, continue token.
 _LONGEST_ENVELOPE_BYTES = 64 * 1024
 
 # The longest text that a pattern is matched against: a match keeps some hundred bytes for each JSON
 # string or object in it, and those may be as short as two characters.
 _MATCHED_AT_ONCE_BYTES = 16 * 1024
 
-_DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
+_DEEPEST = 500  # levels of one object; those of Kubernetes have about ten
 
 # Each character fits one alternative only, so nothing is ever tried in two ways. Possessive
 # quantifiers would do the same, but Python before 3.11.5 matches too little with them (CPython
@@ -46,7 +46,7 @@ _ITEMS = re.compile(rb'"items"\s*:\s*\[\s*\Z')
 
 
 class ListReader:
-    """One page: `feed` it the body, take the items, and `end` it.
+    """The reader of one page: `feed` it the body, take the items, and `end` it.
 
     State: the received part of the incomplete object, `LONGEST_OBJECT_BYTES` at most, and the text
     around the items.
@@ -56,7 +56,8 @@ class ListReader:
         self._path = path
         self._rest = bytearray()
         self._from = 0  # how far `_rest` is read
-        self._ahead = bytearray()  # `_rest` from some place before that on, without escapes
+        # the part of `_rest` that was unread when the last piece came, with its escapes replaced
+        self._ahead = bytearray()
         self._at = 0  # how far `_ahead` is read
         self._in_string = False
         self._depth = 0  # open braces: 1 in the list itself, 2 in an item or another object in it
@@ -65,10 +66,10 @@ class ListReader:
         self._envelope = bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The items that are complete with ``chunk``.
+        """Yield the items that are complete with ``chunk``.
 
         Raises:
-            ClusterError: it is no list, or an object in it is too long.
+            ClusterError: it is not a list, or an object in it is too long.
         """
         for start in range(0, len(chunk), _MATCHED_AT_ONCE_BYTES):
             self._rest += chunk[start : start + _MATCHED_AT_ONCE_BYTES]
@@ -87,12 +88,12 @@ class ListReader:
             )
 
     def end(self) -> tuple[str, str]:
-        """Resource version, and the token of the next page, empty on the last.
+        """Return the resource version, and the token of the next page, empty on the last one.
 
         Raises:
-            ClusterError: it was no list, or it broke off.
+            ClusterError: it was not a list, or it broke off.
         """
-        self._outside(len(self._rest))
+        self._keep_outside(len(self._rest))
         if self._depth > 0:
             raise ClusterError(f"GET {self._path}: the list ended early; it is requested again")
         _, version, token = decode.page(bytes(self._envelope))
@@ -126,8 +127,8 @@ class ListReader:
         self._at = place
 
     def _opened(self) -> None:
-        """Go one level deeper, at the opening brace before `_from`; with an object in the list, let
-        `_rest` begin there.
+        """Go one level deeper, at the opening brace before `_from`; if an object of the list begins
+        with it, drop what is before it from `_rest`.
         """
         self._depth += 1
         if self._depth > _DEEPEST:
@@ -137,7 +138,7 @@ class ListReader:
             )
         if self._depth == 2:
             at = self._from - 1
-            self._outside(at)
+            self._keep_outside(at)
             self._item = self._in_items
             del self._rest[:at]
             self._from = 1
@@ -162,7 +163,7 @@ class ListReader:
         self._keep(text)
         return None
 
-    def _outside(self, end: int) -> None:
+    def _keep_outside(self, end: int) -> None:
         """Add the text before ``end``, which is in no inner object, to the envelope; leave out what
         is between items.
         """
@@ -197,7 +198,7 @@ def _without_escapes(text: bytearray) -> bytearray:
 
 
 def _required(found: re.Match[bytes] | None) -> re.Match[bytes]:
-    """A match of a pattern that matches everywhere, if only nothing."""
+    """Return the match of a pattern that always matches, if only the empty text."""
     if found is None:
         raise AssertionError("the pattern matches the empty text")
     return found

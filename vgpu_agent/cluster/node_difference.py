@@ -41,7 +41,7 @@ class DesiredEntry(msgspec.Struct, frozen=True):
         desired: the value to be there: a text, (status, reason, message) of a condition, or the
             effect of a taint. None where the key must not be there.
         apart_seconds: the least time between two writes of it.
-        guarded: to be removed only if the Node has not changed since the watch has shown it.
+        guarded: to be removed only if the Node has not changed since the watch showed it.
     """
 
     section: Section
@@ -53,7 +53,7 @@ class DesiredEntry(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Unique in the Node, for logs too: ``annotations/volcano.sh/node-vgpu-register``."""
+        """A name that is unique in the Node: ``annotations/volcano.sh/node-vgpu-register``."""
         return f"{self.section}/{self.key}"
 
 
@@ -90,7 +90,7 @@ def compared(node: Node, desired_state: DesiredNode) -> Iterator[DesiredEntry]:
 def metadata_patch(
     desired_state: Iterable[DesiredEntry], *, resource_version: str = ""
 ) -> dict[str, Any]:
-    """Annotations and labels as one merge patch;
+    """Return annotations and labels as one merge patch;
     with ``resource_version``, one that fails if the Node has changed since that version.
     """
     metadata: dict[str, Any] = {"resourceVersion": resource_version} if resource_version else {}
@@ -100,7 +100,7 @@ def metadata_patch(
 
 
 def capacity_patch(desired_state: Iterable[DesiredEntry]) -> dict[str, Any]:
-    """Capacity and allocatable as one merge patch of the status subresource."""
+    """Return capacity and allocatable as one merge patch of the status subresource."""
     status: dict[str, Any] = {}
     for entry in desired_state:
         status.setdefault(entry.section.value, {})[entry.key] = entry.desired

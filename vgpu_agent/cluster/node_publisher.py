@@ -49,10 +49,10 @@ _WORTH_A_LINE_SECONDS = 1.0  # shorter waits of a write are not journalled
 _LOG_AGAIN_SECONDS = 600.0
 _KUBELET_FORGETS_SECONDS = 360.0
 """The kubelet goes on writing the quantities of a resource for five minutes after its plugin has
-gone, and forgets them with its next look.
+gone, and forgets them when it next checks.
 """
 _COALESCING_SECONDS = 0.1
-"""The coalescing time of changes. Each call of the kubelet changes the desired state,
+"""The wait for further changes. Each call of the kubelet changes the desired state,
 and a write takes as long as the call.
 """
 
@@ -112,7 +112,7 @@ class NodePublisher:
             node: our Node as the watch shows it; None while there is none.
             desired_state: the desired Node, given the Node as it is and unix seconds.
             wake: advances whenever the desired state may have changed.
-            journal: troubles and their end are recorded there.
+            journal: failures and their end are recorded there.
             clock: unix seconds.
             look_seconds: how often the desired state is computed without a change, as it may depend
                 on the time; makes no request.
@@ -200,7 +200,7 @@ class NodePublisher:
             self._say_why_it_waits(entry, seconds)
         left = await self._write(node, due)
         self._all_written = not left and not later
-        # A removal that met a conflict does not concern what this node offers.
+        # Guarded removals concern schedulers' locks, not what this node offers.
         if not self._refused and all(
             entry.guarded or entry.section not in {Section.ANNOTATIONS, Section.LABELS}
             for entry in left
@@ -328,7 +328,7 @@ class NodePublisher:
         Args:
             kind: the key of `_backoffs`.
             permission: the RBAC permission that it needs, for messages.
-            path: what is patched: the Node or its status.
+            path: of the patched object: the Node or its status.
             desired_state: the entries.
             body: makes the patch from entries.
         """
@@ -358,7 +358,7 @@ class NodePublisher:
 
     async def _remove_guarded(self, node: Node, desired_state: Sequence[DesiredEntry]) -> bool:
         """Remove annotations only if the Node is still as it was seen;
-        return whether that was done.
+        return True if that was done.
         """
         loop = asyncio.get_running_loop()
         version, until = self._outdated
@@ -394,7 +394,7 @@ class NodePublisher:
 
     async def _write_conditions(self, path: str, desired_state: Sequence[DesiredEntry]) -> bool:
         """Write our conditions together with those of others, because a merge patch replaces the
-        whole list; return whether ours are there then.
+        whole list; return True if ours are there then.
         """
 
         def status(answer: _NodeAnswer) -> dict[str, Any] | None:
@@ -406,7 +406,7 @@ class NodePublisher:
         )
 
     async def _write_taints(self, path: str, desired_state: Sequence[DesiredEntry]) -> bool:
-        """Write our taints together with those of others; return whether ours are there then."""
+        """Write our taints together with those of others; return True if ours are there then."""
 
         def spec(answer: _NodeAnswer) -> dict[str, Any] | None:
             found = with_taints(answer.spec.taints or (), desired_state)
@@ -424,8 +424,8 @@ class NodePublisher:
         changes: Callable[[_NodeAnswer], dict[str, Any] | None],
     ) -> bool:
         """Read the Node at ``path`` and patch ``target``, the Node or its status, with ``changes``,
-        which returns None when all is there already; anew when another client has written in
-        between. Return whether it is there then. ``kind`` and ``permission`` as in `_patch`.
+        which returns None when all is there already; begin again when another client has written in
+        between. Return True if all is there then. ``kind`` and ``permission`` as in `_patch`.
         """
         if self._backoffs[kind].seconds_left:
             return False
@@ -466,7 +466,7 @@ class NodePublisher:
         self._failure_log.recovered(kind)
         for entry in desired_state:
             self._failure_log.recovered(entry.name)
-            # For so long it may be the kubelet that writes the entry.
+            # For this long the other writer of the entry may be the kubelet.
             patience = (
                 _KUBELET_FORGETS_SECONDS
                 if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}

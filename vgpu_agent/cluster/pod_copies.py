@@ -53,7 +53,7 @@ class Tries(msgspec.Struct):
         last: unix seconds of the last chance.
         created: unix seconds of the creation of the pod that got the last chance. Pods of the same
             owner that were created together with it, or before, have failed together with it and
-            count no further.
+            are not counted again.
     """
 
     number: int
@@ -79,7 +79,7 @@ class PodCopies:
 
     def __init__(self, directory: str) -> None:
         """Choose the file in ``directory`` (``stateDirectory``), which `write` makes if missing.
-        `path` is the file's.
+        `path` is the path of the file.
         """
         self.path = Path(directory) / _NAME
 

@@ -1,5 +1,5 @@
 """Keep annotations and labels of our pods in the families' desired state, which shows a scheduler
-whether its decision was carried out.
+that its decision was carried out, or that it was not.
 
 No container waits for these writes. They come after its start, are tried until done, and are not
 stored anywhere while they wait: a value that is missing after a restart is a difference between the
@@ -67,8 +67,8 @@ class _Writing(msgspec.Struct):
     busy: bool = False
     # nothing more is to be written: the API server has no such pod any more, or the pod has ended
     # and has all that was desired
-    gone: bool = False
-    unwanted: Changes | None = None  # the changes that the API server refused for good
+    finished: bool = False
+    refused: Changes | None = None  # the changes that the API server refused for good
 
 
 class _Metadata(msgspec.Struct):
@@ -111,11 +111,10 @@ class PodPublisher:
             desired_state: the kubelet's UID of a pod (the API server's, except for static pods) →
                 its desired state.
             wake: advances whenever the desired state may have changed.
-            journal: what goes wrong with the writes, and its end, are recorded there, and that a
-                pod has all its annotations.
+            journal: records failed writes, their end, and that a pod has all its annotations.
             tokens: the kubelet's UID of a pod → the tokens of its grants, which are in all records
                 about its start.
-            starting: whether the kubelet is starting pods now.
+            starting: returns True while the kubelet is starting pods.
             progress_annotations: those that only show a pod's progress; where nothing else differs,
                 the write waits while pods are being started.
             at_once: how many pods are written to at the same time.
@@ -137,8 +136,8 @@ class PodPublisher:
         self._writings: dict[str, _Writing] = {}
         # for failures that are not one pod's, such as an outage; each pod has its own besides
         self._outage = Backoff()
-        self._done = Revision()  # requests that have ended
-        self._backlog = False  # whether writes are due that were not begun
+        self._done = Revision()  # advances with each request that has ended
+        self._backlog = False  # writes are due that were not begun
         self.counts = WriterStatus("pods")
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -151,7 +150,7 @@ class PodPublisher:
                 # taken first, so that no change is missed
                 versions = Versions(self._pod_cache.revision, self._wake, self._done)
                 pause = self._begin(requests)
-                await versions.passed(timeout_seconds=pause)
+                await versions.passed(timeout_seconds=pause)  # until one has a newer version
                 await self._coalesce(beat)
 
     async def _coalesce(self, beat: Callable[[], None]) -> None:
@@ -186,8 +185,8 @@ class PodPublisher:
         return max(pause, _SHORTEST_WAIT_SECONDS)
 
     def _due(self) -> tuple[float, list[tuple[Pod, Changes, _Writing]]]:
-        """Return the seconds after which more may be due, and the writes due now:
-        the pod and its changes.
+        """Return the seconds after which more may be due, and the writes due now: for each the pod,
+        its changes, and the state of writing to it.
         """
         try:
             desired_state = self._desired_state()
@@ -220,7 +219,7 @@ class PodPublisher:
         return pause, due
 
     def _seconds_held_back(self, writing: _Writing) -> float:
-        """After how many seconds to look again whether pods are still being started;
+        """Return the seconds after which to check again if pods are still being started;
         0 for what has waited for them long enough.
         """
         now = asyncio.get_running_loop().time()
@@ -242,15 +241,15 @@ class PodPublisher:
                 changes[entry] = desired
             elif seconds is not None:  # None where the pod has it already
                 wait = min(wait or seconds, seconds)
-        if not changes or writing.gone:
+        if not changes or writing.finished:
             writing.pending_since = None
             return wait, {}
         if writing.pending_since is None:
             writing.pending_since = asyncio.get_running_loop().time()
         if writing.busy:
             return 0.0, {}
-        if changes != writing.unwanted and writing.unwanted is not None:
-            writing.unwanted = None
+        if changes != writing.refused and writing.refused is not None:
+            writing.refused = None
             writing.backoff.succeeded()
         return writing.backoff.seconds_left, changes
 
@@ -269,12 +268,12 @@ class PodPublisher:
             writing.backoff.succeeded()
             now = asyncio.get_running_loop().time()
             waited = now - (now if writing.pending_since is None else writing.pending_since)
-            writing.pending_since, writing.unwanted = None, None
+            writing.pending_since, writing.refused = None, None
             self._failure_log.recovered("annotations")
             self._note(pod, changes, writing)
             # The watch leaves out pods that have ended, so it will never show this write, which
             # would be repeated for ever.
-            writing.gone = writing.gone or pod.ended
+            writing.finished = writing.finished or pod.ended
             # All differences that were due went into one request, so now the pod has all that it
             # should have, unless another client keeps changing it back.
             self._journal.record(
@@ -313,7 +312,7 @@ class PodPublisher:
         # The API server calls another UID a conflict, or, in a patch, an attempt to change what
         # cannot be changed.
         if err.status == 404 or (err.status in {409, 422} and await self._replaced(pod)):
-            writing.gone = True
+            writing.finished = True
             self.counts.dropped += 1
             self._journal.record(
                 "pods.gone",
@@ -326,7 +325,7 @@ class PodPublisher:
         writing.backoff.failed(err)
         # 403: the permission is missing, for all pods and until somebody grants it
         if is_permanent(err) and err.status != 403:
-            writing.unwanted = changes
+            writing.refused = changes
             self._failure_log.failed(
                 f"pod {pod.uid}", err, PERMISSION, **self._about(pod), **_keys(changes)
             )
@@ -372,7 +371,7 @@ def _present(pod: Pod, section: str) -> Mapping[str, str]:
 
 
 def _entries(pod: Pod, desired_state: DesiredPod) -> Iterator[tuple[Entry, str | None, str | None]]:
-    """Each desired entry with its present and its desired value."""
+    """Yield each desired entry with its present and its desired value."""
     for section, desired in (
         (ANNOTATIONS, desired_state.annotations),
         (LABELS, desired_state.labels),

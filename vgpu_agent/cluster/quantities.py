@@ -25,7 +25,7 @@ _LARGEST = 2**63 - 1
 
 
 def whole_number(text: str) -> int | None:
-    """The quantity as a number from 0 to 2⁶³-1; None when it is no such number."""
+    """Return the quantity as a whole number from 0 to 2⁶³-1; None when it is not such a number."""
     if len(text) <= _LONGEST and text.isascii() and text.isdigit():
         number = int(text)  # nearly all of them are plain, and each change of a pod has a dozen
         return number if number <= _LARGEST else None
@@ -36,8 +36,8 @@ def whole_number(text: str) -> int | None:
 
 
 def thousandths(text: str) -> int | None:
-    """The quantity in thousandths, rounded up as schedulers do; None when it is no quantity from 0
-    to 2⁶³-1.
+    """Return the quantity in thousandths, rounded up as schedulers do; None when it is not a
+    quantity from 0 to 2⁶³-1.
     """
     value = _value(text)
     return math.ceil(value * 1000) if value is not None and 0 <= value <= _LARGEST else None

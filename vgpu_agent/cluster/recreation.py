@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
-# How often a pod has been recreated, and when last: it may fail on another node next, whose agent
-# must not begin to count at zero.
+# The annotation that says how often a pod has been recreated, and when last. The pod may fail on
+# another node next, whose agent must not begin to count at zero.
 TRIES = "vgpu-agent.internal/recreated"
 _LONGEST_TRIES = 40  # characters of that annotation
 # From this priority on a pod is critical to the kubelet.

@@ -56,7 +56,7 @@ _MAX_PAGES = 1000
 _BURST = 200  # lines
 _BURST_SECONDS = 0.2
 _LONGEST_ERROR = 1000  # characters of an error that is remembered
-# a stream that lasted this long proves that the API server is well, and pauses begin small again
+# a stream that lasted this long proves that the API server works, and pauses begin small again
 _HEALTHY_SECONDS = 30.0
 # errors of unreadable objects that are remembered, so that they are not logged again; beyond these,
 # all are forgotten
@@ -105,7 +105,7 @@ class Scope(msgspec.Struct, frozen=True):
     Attributes:
         what: for people, e.g. ``pods of this node``.
         path: of the collection.
-        field_selector: what to list and watch of it.
+        field_selector: the selection, as ``fieldSelector`` of the API server.
         name: of the one object to get instead of listing, which asks for no permission to list;
             empty for a collection.
     """
@@ -117,7 +117,9 @@ class Scope(msgspec.Struct, frozen=True):
 
     @classmethod
     def single(cls, what: str, path: str, name: str) -> Scope:
-        """The one object ``name`` of the collection at ``path``, whether it exists or not."""
+        """Return the scope of the one object ``name`` of the collection at ``path``, which need not
+        exist.
+        """
         return cls(what, path, f"metadata.name={name}", name)
 
 
@@ -174,7 +176,8 @@ class Reflector(Generic[T]):
         self._version = ""  # empty: begin with a list
         # loop time since which lists and watches have succeeded; None while they fail
         self._well_since: float | None = None
-        self._changes = ChangeFilter()  # of failures: one with the status of the last is not logged
+        # of failures: one with the same HTTP status as the last one is not logged
+        self._changes = ChangeFilter()
         # of unreadable objects, so that one that changes every second does not flood the log
         self._unreadable = ChangeFilter()
 
@@ -311,7 +314,7 @@ class Reflector(Generic[T]):
                 taken += 1
                 if taken == _BURST:
                     now = asyncio.get_running_loop().time()
-                    # Also when there is nothing to wait for: other loops want their turn.
+                    # Also when there is nothing to wait for, so that other loops can run.
                     await asyncio.sleep(max(0.0, since + _BURST_SECONDS - now))
                     taken, since = 0, asyncio.get_running_loop().time()
         self._well()
@@ -320,7 +323,7 @@ class Reflector(Generic[T]):
         """Take over one line of a watch."""
         if not line:
             self._note_answer()
-            # whether the watch lasts is known, and logged, with its first event
+            # the recovery is only logged with the first event: until then the watch may not last
             self.status.failing_since = 0.0
             self._begin_well()
             return
@@ -357,7 +360,7 @@ class Reflector(Generic[T]):
                 )
 
     def _readable(self, raw: msgspec.Raw | bytes) -> list[T]:
-        """The object, or nothing when it cannot be read."""
+        """Return the object in a list, which is empty when it cannot be read."""
         try:
             return [self._decoder(raw)]
         except ClusterError as err:

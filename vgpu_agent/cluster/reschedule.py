@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import Pod
 
-REFUSED, EVICTED = "VgpuStartRefused", "VgpuEvicted"
+REFUSED, EVICTED = "VgpuStartRefused", "VgpuEvicted"  # the reasons of the events
 PERMISSION = "create pods/eviction"
 # How long a start must have been refused before the pod gets an event that says why.
 REFUSED_EVENT_SECONDS = 30.0
@@ -69,7 +69,7 @@ class Reschedule:
             refusals: returns the starts of containers that `allocation` refuses at present.
             wake: advances with each change of ``refusals``.
             binding: has the time after which a pod is evicted.
-            journal: evictions and troubles are recorded there.
+            journal: evictions and failures are recorded there.
             notices: messages about containers that were started, but not as they asked; their pods
                 get an event for each.
             look_seconds: how often the loop sends a heartbeat, and how long such an event may
@@ -105,7 +105,7 @@ class Reschedule:
             beat()
             versions = Versions(self._wake)  # taken first, so that no change is missed
             pause = await self.check_once()
-            await versions.passed(timeout_seconds=pause)
+            await versions.passed(timeout_seconds=pause)  # until the refusals have changed
 
     async def check_once(self) -> float:
         """Do the due work; return the seconds after which to look again,
@@ -147,7 +147,7 @@ class Reschedule:
     async def _evict(self, refusal: Refusal) -> float:
         """Evict the pod if it is time and allowed; return the seconds until the next check."""
         pod, after = refusal.pod, self._binding.refused_evict_seconds
-        # To evict the mirror of a static pod ends nothing: the kubelet runs the pod from a file.
+        # Evicting the mirror of a static pod ends nothing: the kubelet runs the pod from a file.
         if (
             after <= 0  # no pod is evicted
             or MIRROR_POD in pod.annotations
@@ -168,7 +168,7 @@ class Reschedule:
         try:
             await self._api.post(pod_path(pod.namespace, pod.name) + "/eviction", eviction(pod))
         except ClusterError as err:
-            self._postponed(pod, err, backoff)
+            self._failed(pod, err, backoff)
             return backoff.seconds_left
         self._evicted.add(pod.uid)
         self.evictions["evicted"] += 1
@@ -188,9 +188,9 @@ class Reschedule:
         """Return how long the container has been refused."""
         return asyncio.get_running_loop().time() - self._seen[_key(refusal)]
 
-    def _postponed(self, pod: Pod, err: ClusterError, backoff: Backoff) -> None:
+    def _failed(self, pod: Pod, err: ClusterError, backoff: Backoff) -> None:
         backoff.failed(err)
-        if err.status == 429:
+        if err.status == 429:  # a PodDisruptionBudget
             self.evictions["postponed"] += 1
             self._failure_log.record(
                 f"budget {pod.uid}",
@@ -218,7 +218,7 @@ def _key(refusal: Refusal) -> tuple[str, str, float]:
 
 
 def eviction(pod: Pod) -> dict[str, object]:
-    """policy/v1 Eviction of this very pod and not of another that took its name."""
+    """Return the Eviction (policy/v1) of this very pod and not of another that took its name."""
     return {
         "apiVersion": "policy/v1",
         "kind": "Eviction",

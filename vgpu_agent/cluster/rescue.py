@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import PodCache
 
+# the reasons of the events
 DELETED, RECREATED, LEFT_ALONE = "VgpuDeleted", "VgpuRecreated", "VgpuNotRescheduled"
 DELETE_PERMISSION, CREATE_PERMISSION = "delete pods", "create pods"
 # How often in a row the pods of one owner, or of one name, are replaced.
@@ -174,7 +175,7 @@ class Rescue:
             # taken first, so that no change is missed
             versions = Versions(self._wake, self._pod_cache.revision)
             pause = await self.check_once()
-            await versions.passed(timeout_seconds=pause)
+            await versions.passed(timeout_seconds=pause)  # until one of them has a newer version
 
     async def check_once(self) -> float:
         """Do the due work; return the seconds until the next check, if nothing happens before."""
@@ -186,10 +187,10 @@ class Rescue:
                 left = await self._handle(uid, case)
             pause = min(pause, left)
         for copy in tuple(self._state.copies.values()):
-            again = self._recreations.setdefault(copy.uid, _Recreation())
-            if (left := again.due - _now()) <= 0:
+            next_try = self._recreations.setdefault(copy.uid, _Recreation())
+            if (left := next_try.due - _now()) <= 0:
                 self._beat()
-                left = await self._recreate(copy, again)
+                left = await self._recreate(copy, next_try)
             pause = min(pause, left)
         return max(pause, 0.01)
 
@@ -362,7 +363,7 @@ class Rescue:
         )
         return 0.0
 
-    async def _recreate(self, copy: Copy, again: _Recreation) -> float:
+    async def _recreate(self, copy: Copy, next_try: _Recreation) -> float:
         """Create the pod once the old one is gone; return the seconds until there is more to do."""
         pod = Pod(copy.uid, copy.namespace, copy.name)
         if self._clock() - copy.since > GIVE_UP_SECONDS:
@@ -385,14 +386,14 @@ class Rescue:
                 return self._look_seconds
             if not metadata.get("deletionTimestamp"):
                 await self._api.delete(path, uid=copy.uid)
-            again.backoff.succeeded()
-            pause, again.pause = again.pause, min(2 * again.pause, _CHECK_MAX_SECONDS)
+            next_try.backoff.succeeded()
+            pause, next_try.pause = next_try.pause, min(2 * next_try.pause, _CHECK_MAX_SECONDS)
         except ClusterError as err:
-            again.backoff.failed(err)
+            next_try.backoff.failed(err)
             if err.status not in (404, 409):
                 self._failure_log.failed("pods", err, _permission(err), pod=pod.full_name)
-            pause = again.backoff.seconds_left
-        again.due = _now() + pause
+            pause = next_try.backoff.seconds_left
+        next_try.due = _now() + pause
         return pause
 
     async def _found(self, path: str) -> dict[str, Any] | None:
@@ -565,7 +566,7 @@ def _shorten(kept: dict[str, _Value], most: int) -> None:
 
 
 def _readable(raw: bytes | msgspec.Raw) -> dict[str, Any] | None:
-    """Return the pod, None where it is no object with metadata."""
+    """Return the pod, None where it is not an object with metadata."""
     try:
         pod = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -35,7 +35,7 @@ _NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class _Watch:
-    """The loop of one watch, and how it is doing."""
+    """The loop of one watch, and the state of that watch."""
 
     _reflector: Reflector[Any]
 

@@ -13,9 +13,9 @@ import msgspec
 
 from vgpu_agent.cluster import api, retrying
 
-# After so many changes by another client in a row, a value counts as contested.
+# After this many changes by another client in a row, a value counts as contested.
 _CONTESTED_AFTER = 3
-# For so long after a write it is normal that the watch does not show the written value yet.
+# For this long after a write it is normal that the watch does not show the written value yet.
 _WATCH_DELAY_SECONDS = 1.0
 
 

@@ -23,8 +23,8 @@ class Audit(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
         OptionalPath,
         Meta(
             description=(
-                "The file of the audit log, one JSON object a line, in a directory that the agent "
-                "can write, e.g. `/var/lib/vgpu-agent/audit.jsonl`. Empty: none is written."
+                "The file of the audit log, one JSON object per line, in a directory that the "
+                "agent can write, e.g. `/var/lib/vgpu-agent/audit.jsonl`. Empty: none is written."
             )
         ),
     ] = ""
@@ -35,7 +35,7 @@ class Audit(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
             le=10240,
             description=(
                 "The size in MiB at which the file is renamed to `FILE.1` and a new one begins. "
-                "Four earlier files are kept, so the log takes five times as much at most."
+                "Four earlier files are kept, so the log takes at most five times as much."
             ),
         ),
     ] = 20

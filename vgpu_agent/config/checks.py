@@ -30,7 +30,7 @@ class Conflict(NamedTuple):
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Every rule that ``settings`` breaks as a whole."""
+    """Yield a conflict for every rule that ``settings`` break as a whole."""
     for family in families.DECLARED:
         yield from family.conflicts(settings)
     yield from same_port(("debugListen", settings.debug_listen), ("listen", settings.listen))
@@ -56,15 +56,15 @@ def same_port(one: tuple[str, str], other: tuple[str, str]) -> Iterator[Conflict
 
 
 def without_effect(settings: Settings) -> Iterator[str]:
-    """A sentence for each setting that has no effect because of another one."""
+    """Yield a sentence for each setting that has no effect because of another one."""
     for family in families.DECLARED:
         yield from family.without_effect(settings)
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Dotted path and text of each entry of the health-check settings that is neither the number of
-    an XID nor a word for all of them; NVIDIA's plugin ignores such entries in silence (nvidia
-    §10.1).
+    """Yield the dotted path and the text of each entry of the health-check settings that is neither
+    the number of an XID nor a word for all of them; NVIDIA's plugin ignores such entries in silence
+    (nvidia §10.1).
     """
     values = dict(schema.values(settings))
     for path in _XID_PATHS:
@@ -87,5 +87,5 @@ def _collide(one: str, other: str) -> bool:
 
 def _covers(host: str, other: str) -> bool:
     """Tell whether listening on ``host`` takes the port of ``other`` too."""
-    # compared, not bound
+    # These addresses are only compared: no socket is bound to them.
     return host == "" or (host == "0.0.0.0" and ":" not in other) or (host == "::" and ":" in other)  # noqa: S104

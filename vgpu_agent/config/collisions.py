@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def collisions(settings: Settings) -> Iterator[Conflict]:
-    """A conflict for each rule that ``settings`` break: (setting, sentence) pairs, of which the
-    first setting is the likeliest to change.
+    """Yield a conflict for each rule that ``settings`` break: (setting, sentence) pairs, of which
+    the first setting is the likeliest to change.
     """
     yield from _equal_names(settings)
     if exposed := exposed_mps_directory(settings):
@@ -36,8 +36,8 @@ def collisions(settings: Settings) -> Iterator[Conflict]:
 
 
 def spreading_warnings(settings: Settings) -> Iterator[str]:
-    """A sentence for each setting by which one family takes more GPUs than it needs, while other
-    families are on that could use them.
+    """Yield a sentence for each setting by which one family takes more GPUs than it needs, while
+    other families are on that could use them.
     """
     on = switched_on(settings)
     values = dict(schema.values(settings))
@@ -54,14 +54,15 @@ def spreading_warnings(settings: Settings) -> Iterator[str]:
 
 
 def two_daemons_remedy() -> str:
-    """The remedy where a GPU would get two MPS control daemons, as the end of a sentence."""
+    """Return the remedy where a GPU would get two MPS control daemons, as the end of a sentence."""
+    # `mps_key`: the key by which a family's GPUs are shared with MPS; empty where they never are
     keys = ", ".join(["families", *sorted(family.mps_key for family in DECLARED if family.mps_key)])
     return f"offer it by one of the two ({keys})"
 
 
 def duplicate_remedy(family: str) -> str:
-    """The consequence of two equal names or ids for the second ``family``, and the remedy, as the
-    end of a sentence.
+    """Return the consequence of two equal names or ids for the second ``family``, and the remedy,
+    as the end of a sentence.
     """
     return (
         f"the kubelet would confuse the two, so {family} offers nothing; choose another name, or "
@@ -70,8 +71,8 @@ def duplicate_remedy(family: str) -> str:
 
 
 def exposed_mps_directory(settings: Settings) -> tuple[str, str] | None:
-    """The setting that puts files of MPS control daemons where a family's containers could change
-    them, with a sentence; None where no setting does.
+    """Return the setting that puts files of MPS control daemons where a family's containers could
+    change them, with a sentence; None where no setting does.
     """
     for family in switched_on(settings):
         # the directory for MPS that the family's containers have mounted, and the setting behind it
@@ -87,8 +88,8 @@ def exposed_mps_directory(settings: Settings) -> tuple[str, str] | None:
 
 
 def _equal_names(settings: Settings) -> Iterator[Conflict]:
-    """A conflict for each name that an earlier one equals or overlaps. Families come in the order
-    in which the agent offers them.
+    """Yield a conflict for each name that an earlier one equals or overlaps. Families come in the
+    order in which the agent offers them.
     """
     names: list[OfferedName] = []
     for name in (name for family in switched_on(settings) for name in family.names(settings)):

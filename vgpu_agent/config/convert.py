@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def convert(file: str, content: bytes) -> str:
-    """The YAML text for ``content`` of the file that is called ``file``.
+    """Return the YAML text for ``content`` of the file that is called ``file``.
 
     Raises:
         ConfigError: something in it is wrong; one sentence each, as when the agent reads it.
@@ -46,6 +46,8 @@ def _section(
     """Yield the lines of a section of our settings. ``given`` has the paths of the settings that
     the file sets, and ``path`` is that of the section with a dot at its end, such as ``plugin.``.
     """
+    # `section`: the type of the section below the key; `items`: that of the items of a list of
+    # sections; both None for a value
     for key in schema.keys(section).values():
         key_path, value = path + key.name, getattr(values, key.attribute)
         if key.section is not None:

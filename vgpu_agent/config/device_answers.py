@@ -1,4 +1,4 @@
-"""Settings of how containers get devices: the sections ``plugin`` and ``cdi``.
+"""Settings for how containers get devices: the sections ``plugin`` and ``cdi``.
 
 Part of the schema in `settings`. Every family reads `Plugin`, the package `cdi` reads `Cdi`.
 Defaults: nvidia §1.
@@ -50,7 +50,7 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
             extra={"expected": "a list of envvar, volume-mounts, cdi-annotations and cdi-cri"},
             description=(
                 "How the container runtime gets the list of devices; several at once are possible. "
-                "The two cdi strategies need no NVIDIA runtime, and a CDI spec (section `cdi`)."
+                "The two cdi strategies need a CDI spec (section `cdi`), but no NVIDIA runtime."
             ),
         ),
     ] = ("envvar",)
@@ -122,14 +122,14 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
 
     @property
     def device_modes(self) -> tuple[str, ...]:
-        """The enabled ones of `types.DEVICE_MODES`: kinds of devices that are no GPUs."""
+        """The enabled modes of `types.DEVICE_MODES`: kinds of devices that are not GPUs."""
         return enabled_modes(
             gdrcopy=self.gdrcopy_enabled, gds=self.gds_enabled, mofed=self.mofed_enabled
         )
 
 
 class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The CDI spec of this node's GPUs. Its file lies in binding.cdiDirectory."""
+    """The CDI spec of this node's GPUs. Its file is in binding.cdiDirectory."""
 
     source: Annotated[
         Literal["generated", "toolkit"],

@@ -36,17 +36,17 @@ def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list
     """List the paths whose values differ: those that take effect at once, and those that need a
     restart; in the schema's order.
 
-    A list whose length changed is one path; in lists of the same length each value is.
+    A list whose length changed is one path; otherwise each differing value in it is one.
     """
     changed = list(_differing(old, new, ""))
-    now = [path for path in changed if takes_effect_at_once(path)]
-    return now, [path for path in changed if path not in now]
+    at_once = [path for path in changed if takes_effect_at_once(path)]
+    return at_once, [path for path in changed if path not in at_once]
 
 
 def in_force(running: Section, new: Section, prefix: str = "") -> Section:
-    """The settings that a running agent follows: those of its start, with what takes effect at once
-    from ``new``. ``prefix`` is the key path of this section, followed by a dot; empty for the
-    whole configuration.
+    """Return the settings that a running agent follows: those of its start, with what takes effect
+    at once from ``new``. ``prefix`` is the key path of this section, followed by a dot; empty for
+    the whole configuration.
     """
     taken: dict[str, Any] = {}
     for key in schema.keys(type(new)).values():
@@ -83,7 +83,8 @@ def _differing_value(key: schema.Key, before: Any, after: Any, path: str) -> Ite
         return
     if key.section is not None:
         yield from _differing(before, after, path + ".")
-    elif key.items is not None and len(before) == len(after):  # a list of sections
+    # `items`: for a list of sections, the type of its items; None for any other key
+    elif key.items is not None and len(before) == len(after):
         for index, (one, other) in enumerate(zip(before, after, strict=True)):
             yield from _differing(one, other, f"{path}[{index}].")
     else:

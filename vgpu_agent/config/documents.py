@@ -65,7 +65,7 @@ class NamedDocuments(msgspec.Struct, frozen=True):
     choose: Callable[[str, Collection[str]], Choice]
 
     def path(self, key: str) -> str:
-        """The file of the document ``key``."""
+        """Return the path of the file of the document ``key``."""
         return os.path.join(self.directory, key)
 
 

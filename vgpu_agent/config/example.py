@@ -72,7 +72,7 @@ def _commented_section(parent: schema.Key, path: str) -> Iterator[str]:
     yield f"{parent.name}:"
     for key in schema.keys(parent.section).values() if parent.section else ():
         yield from _comment(key.text + _other_sources(f"{path}.{key.name}"), "  ", _COMMENTED_WIDTH)
-        if key.items is None:
+        if key.items is None:  # otherwise the type of the items of a list of sections
             yield f"  {key.name}: {yaml_value(key.default)}"
         else:
             yield f"  {key.name}:"
@@ -92,8 +92,8 @@ def _item(items: schema.Struct) -> Iterator[str]:
 
 
 def _other_sources(path: str) -> str:
-    """The flags and variables that set the key, also those of another key that set it as well, and
-    a mark if a change takes effect at once.
+    """Return the flags and variables that set the key, also those of another key that set it as
+    well, and a mark if a change takes effect at once.
     """
     live = " [live]" if difference.takes_effect_at_once(path) else ""
     names = [
@@ -107,6 +107,7 @@ def _other_sources(path: str) -> str:
 
 def _has_required_list(section: schema.Struct) -> bool:
     """Tell whether the section has a list that must not be empty; the section can be left out."""
+    # for such a list, `can_be_omitted_with` is the name of the section; empty for other keys
     return any(key.can_be_omitted_with for key in schema.keys(section).values())
 
 

@@ -94,7 +94,7 @@ class FamilySettings(msgspec.Struct, frozen=True):
         switch_text: the description of its switch, the setting in ``families`` that turns it on.
         on_by_default: the default of the switch.
         sections: its own sections, by their names in Python.
-        former_keys: keys of earlier versions that are no settings any more → what the agent does
+        former_keys: keys of earlier versions that are not settings any more → what the agent does
             now.
         live_paths: beginnings of the paths of settings whose changes a running agent follows.
         options: its own flags and environment variables.

@@ -1,4 +1,4 @@
-"""Configuration keys of earlier versions that are no settings any more.
+"""Configuration keys of earlier versions that are not settings any more.
 
 An upgraded node still has its old configuration, and the agent must start with it. So the module
 `reading`, which reads the configuration file, ignores such a key and warns; the warning says what

@@ -47,7 +47,7 @@ _MEANINGS: Mapping[str, str] = {
     "gfd": _LABELS,
     "nfd": _LABELS,
 }
-# Values of the chart that are no keys of ours, by which its files are recognised.
+# Values of the chart that are not keys of ours, by which its files are recognised.
 _MARKS = _MEANINGS.keys() - {"mps", "cdi", "resources"}
 
 

@@ -38,8 +38,8 @@ class Sources(msgspec.Struct, frozen=True):
 
     To change to another configuration file of NVIDIA's plugin at run time, replace `flags` with a
     mapping in which `options.NVIDIA_CONFIG_FLAG` (``--config-file``) names that file, or "" for
-    none. Then call `load_sources`, or pass to `watch.changes` a function
-    that returns the current sources.
+    none. Then call `load_sources`, or pass to `watch.changes` a function that returns the current
+    sources.
 
     Attributes:
         flags: flag → text, as typed: ``{"--listen": ":9394"}``.
@@ -104,7 +104,7 @@ class Loaded:
 
 
 def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
-    """The configuration of this process.
+    """Load the configuration of this process.
 
     Args:
         flags: the flags that were given, with their texts, as `options.given` returns them.
@@ -270,7 +270,7 @@ def _nvidia_document(
 
 
 def read(file: str, named_by: str = options.CONFIG_FLAG) -> bytes:
-    """The content of ``file``, which ``named_by`` (a flag, a variable, a key) names.
+    """Return the content of ``file``, which ``named_by`` (a flag, a variable, a key) names.
 
     Raises:
         ConfigError: it cannot be read; chained to the OSError when there is one.

@@ -34,7 +34,7 @@ def texts(file: str, root: yaml.Node) -> Mapping[str, str]:
         root: the document.
 
     Raises:
-        ConfigError: it has no data, or a value is no text.
+        ConfigError: it has no data, or a value is not a text.
     """
     members = root.value if isinstance(root.value, dict) else {}
     data = members.get("data")

@@ -1,7 +1,7 @@
 """Settings of the MPS control daemons that the agent runs: the section ``mps``.
 
 Part of the schema in `settings`. Which resources are shared with MPS is set in their family, and
-how they are shared is set here. Paths: nvidia §11.1; counts: aws §II.1.
+how they are shared is set here. Paths: nvidia §11.1; number of clients: aws §II.1.
 """
 
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec
@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from vgpu_agent.config.types import OptionalPath
 
-# MPS serves at most so many clients on one GPU (nvidia §11.2; aws §II.1).
+# MPS serves at most this many clients on one GPU (nvidia §11.2; aws §II.1).
 MAX_MPS_CLIENTS = 48
 
 

@@ -16,7 +16,7 @@ from vgpu_agent.config.types import OptionalSeconds
 
 class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The health of the GPUs in Kubernetes objects. Each switch here makes the agent use the API
-    server, also where no family needs it.
+    server, even where no family needs it.
     """
 
     events: Annotated[
@@ -36,7 +36,7 @@ class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
         Meta(
             description=(
                 "Set the condition `GPUHealthy` of the Node, in the form of node-problem-detector. "
-                "It is written only when it changes. Switched off, the agent removes it."
+                "It is written only when it changes. If false, the agent removes it."
             )
         ),
     ] = False
@@ -78,7 +78,7 @@ class NodeStatus(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
             description=(
                 "Write the labels of GPU Feature Discovery that follow from the GPUs and from the "
                 "settings, such as `nvidia.com/gpu.product`. Where GPU Feature Discovery runs, the "
-                "agent leaves them to it. Switched off, the agent removes its own."
+                "agent leaves them to it. If false, the agent removes its own."
             )
         ),
     ] = False

@@ -78,12 +78,14 @@ class Option(msgspec.Struct, frozen=True):
         return (self.variable, *self.other_variables)
 
     def given_in(self, environment: Mapping[str, str]) -> str:
-        """The variable that counts; "" when none is set."""
+        """Return the name of the variable that counts; "" when none is set."""
         return next((name for name in self.variables if environment.get(name, "")), "")
 
 
 def _kubelet_directory(socket: str) -> str | None:
-    """The kubelet's root directory where ``socket`` is its usual registration socket."""
+    """Return the kubelet's root directory; None unless ``socket`` is its usual registration
+    socket.
+    """
     return (
         socket.removesuffix(_KUBELET_SOCKET)
         if socket.startswith("/") and socket.endswith(_KUBELET_SOCKET)
@@ -92,7 +94,9 @@ def _kubelet_directory(socket: str) -> str | None:
 
 
 def _above_plugin_directory(directory: str) -> str | None:
-    """The kubelet's root directory where ``directory`` is its usual one for plugins."""
+    """Return the kubelet's root directory; None unless ``directory`` is its usual one for
+    plugins.
+    """
     return _kubelet_directory(f"{directory.rstrip('/')}/kubelet.sock")
 
 
@@ -415,8 +419,8 @@ def _shown_default(key: schema.Key) -> str:
 
 
 def given(arguments: argparse.Namespace) -> dict[str, str]:
-    """The flags that were given, as they were typed (``{"--listen": ":9394"}``), from arguments
-    that `add_arguments` declared.
+    """Return the flags that were given, as they were typed (``{"--listen": ":9394"}``), from
+    arguments that `add_arguments` declared.
     """
     return dict(getattr(arguments, _DESTINATION) or {})
 
@@ -449,8 +453,8 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """The variables that look like ours and are not, sorted; Kubernetes' service variables are none
-    of them.
+    """List the variables that look like ours and are not, sorted; without Kubernetes' variables
+    about Services.
     """
     known = _known_variables() | {CONFIG_VARIABLE, _COMMIT}
     return sorted(

@@ -41,7 +41,7 @@ class Problems:
         Args:
             place: where the value is set: ``<file>:<line>``, a flag or a variable.
             path: the dotted path of the key, such as ``mps.root``; empty where ``place`` names it.
-            text: what is expected, and what was found.
+            text: the expectation, and the value found.
             line: the line in the file; 0 for a value that is not from a file.
         """
         self._count += 1

@@ -60,10 +60,10 @@ class Key(msgspec.Struct, frozen=True):
         attribute: as in Python.
         annotation: the full type, with its constraints.
         section: the Struct below the key, None for a value.
-        items: the Struct of a list's items, None when it is no list.
+        items: the Struct of a list's items, None when it is not a list of sections.
         default: the value without a setting; ``msgspec.NODEFAULT`` when it must be set.
         text: its text in the documentation.
-        is_path: whether it is a path, which is made absolute if it comes from a flag or variable.
+        is_path: it is a path, which is made absolute if it comes from a flag or variable.
         complete_name: for the name of a resource, the function that gives the complete name and
             what is wrong with it ("" for nothing).
         can_be_omitted_with: for a list that must not be empty, the name of its section, which can
@@ -94,7 +94,7 @@ class Key(msgspec.Struct, frozen=True):
         return _expectation(self.annotation)
 
     def accept(self, value: Any) -> Any:
-        """``value`` as the type of this key, which is not a section.
+        """Return ``value`` as the type of this key, which is not a section.
 
         Raises:
             NotAcceptedError: it is of another type, too large or small, or has the wrong form.
@@ -110,7 +110,7 @@ class Key(msgspec.Struct, frozen=True):
             raise NotAcceptedError(self.expectation) from err
 
     def accept_text(self, text: str) -> Any:
-        """``text`` of a flag or an environment variable as the type of this key.
+        """Return ``text`` of a flag or an environment variable as the type of this key.
 
         Raises:
             NotAcceptedError: as for `accept`.
@@ -154,7 +154,7 @@ class Key(msgspec.Struct, frozen=True):
 
 @functools.cache
 def keys(section: Struct) -> dict[str, Key]:
-    """The keys of a section by their YAML names, in the order of `settings`."""
+    """Return the keys of a section by their YAML names, in the order of `settings`."""
     return {field.encode_name: _key(field) for field in msgspec.structs.fields(section)}
 
 
@@ -164,7 +164,7 @@ _STRICT: dict[str, Any] = {"frozen": True, "rename": "camel", "forbid_unknown_fi
 
 @functools.cache
 def value_paths() -> dict[str, Key]:
-    """Every key that holds a value, by its dotted path, without the keys of list items."""
+    """Return every key that holds a value, by its dotted path, without the keys of list items."""
 
     def below(section: Struct, prefix: str) -> Iterator[tuple[str, Key]]:
         for key in keys(section).values():
@@ -222,8 +222,8 @@ def declare(family: families.FamilySettings) -> None:
 
 
 def values(settings: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value of ``settings`` with its dotted path. An empty list is a value; of other lists
-    each value in their items is one (``resources[0].name``).
+    """Yield each value of ``settings`` with its dotted path. An empty list is a value; of other
+    lists each value in their items is one (``resources[0].name``).
     """
     for key in keys(type(settings)).values():
         value, path = getattr(settings, key.attribute), prefix + key.name

@@ -15,11 +15,13 @@ from vgpu_agent.config import schema
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_LONGEST_GUESSED = 60
+_LONGEST_GUESSED = 60  # characters; a longer name gets no suggestion
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about the unknown key ``name`` of a section with the keys ``known``."""
+    """Return the end of a sentence about the unknown key ``name`` of a section whose keys are
+    ``known``.
+    """
     if guess := nearest(name, known):
         return f"did you mean {guess}?"
     # A key in the wrong section is the mistake that NVIDIA's plugin swallows (nvidia §2, its issue

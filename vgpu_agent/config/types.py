@@ -45,7 +45,7 @@ Program = Annotated[
 ]
 
 DEVICE_MODES = ("gdrcopy", "gds", "mofed")
-"""Other devices that NVIDIA's runtime and nvidia-ctk can add beside GPUs."""
+"""Other devices that NVIDIA's runtime and nvidia-ctk can add besides GPUs."""
 
 
 def enabled_modes(**enabled: bool) -> tuple[str, ...]:

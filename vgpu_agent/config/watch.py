@@ -38,8 +38,8 @@ async def changes(
     """Yield each new content of ``loaded``'s files, as new settings or as the error in it.
 
     When a bad file is corrected, the settings are yielded once more, even if they are the ones in
-    force. A file that vanishes is no change; it is logged once. Without a file and without
-    ``sources`` it ends at once.
+    force. A file that vanishes is not a change; it is logged once. Without a file and without
+    ``sources`` the iterator ends at once.
 
     Args:
         loaded: the settings in force.

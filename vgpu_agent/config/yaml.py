@@ -1,7 +1,7 @@
 """YAML without its traps: the tree that `reading` walks, each value with its line.
 
 PyYAML's own loaders let a second key of the same name win, read ``yes``, ``on``, ``012`` and
-``1:30`` as something else than text, and expand nine lines into a billion with aliases. Here a
+``1:30`` as something other than text, and expand nine lines into a billion with aliases. Here a
 plain scalar has the type that it has in JSON, or is text. A key occurs once. Anchors, aliases, tags
 and further documents are refused. Only PyYAML's events are used, so depth and size can be bounded
 here.
@@ -95,8 +95,8 @@ def read(content: bytes) -> tuple[Node | None, list[Fault]]:
 
 
 def parse(text: str, *, max_values: int = _MAX_VALUES) -> tuple[Node | None, list[Fault]]:
-    """The one document in ``text``, None when there is nothing in it or it cannot be read, and
-    everything that is wrong with its form.
+    """Return the one document in ``text``, None when there is nothing in it or it cannot be read,
+    and everything that is wrong with its form.
 
     Args:
         text: the text of the document.
