@@ -64,7 +64,7 @@ def test_a_good_spec_has_no_problems() -> None:
     ("changes", "said"),
     [
         ({"cdiVersion": "9.0.0"}, "cdiVersion '9.0.0' is none of"),
-        ({"cdiVersion": "0.3.0"}, "does not know all that is used; it takes 0.5.0"),
+        ({"cdiVersion": "0.3.0"}, "does not know all that is used, which takes 0.5.0"),
         ({"kind": "gpu"}, "kind 'gpu' is not of the form"),
         ({"devices": []}, "there are no devices"),
         ({"devices": [*GOOD["devices"], *GOOD["devices"]]}, "device 0 appears twice"),
@@ -75,7 +75,10 @@ def test_a_good_spec_has_no_problems() -> None:
         (_edited(deviceNodes=[{"path": "dev/a"}]), "device node 'dev/a' is not an absolute path"),
         (_edited(deviceNodes=[{"path": "/dev/a", "type": "x"}]), "of type 'x'"),
         (_edited(deviceNodes=[{"path": "/dev/a", "permissions": "rx"}]), "permissions 'rx'"),
-        (_edited(mounts=[{"hostPath": "", "containerPath": "/a"}]), "has no two paths"),
+        (
+            _edited(mounts=[{"hostPath": "", "containerPath": "/a"}]),
+            "needs a host path and an absolute container path",
+        ),
         (_edited(hooks=[{"hookName": "later", "path": "/a"}]), "hook 'later' is none of"),
         (
             _edited(hooks=[{"hookName": "poststop", "path": "a"}]),

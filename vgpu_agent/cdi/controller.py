@@ -3,9 +3,9 @@ the source of their specs, and what must wait until a runtime can resolve them.
 
 A container whose device name no spec has does not start. So a resource is not offered before there
 are names for it, and a device that has none yet (a MIG instance that was just created) is not
-granted. IMEX channels are here as well, because they are looked for below the same roots (the
-directories that contain the driver and its device nodes) and a node that lacks one that is required
-offers nothing.
+granted. IMEX channels (device nodes by which machines share GPU memory) are here as well, because
+they are looked for below the same roots (the directories that contain the driver and its device
+nodes) and a node that lacks one that is required offers nothing.
 
 Built by `composition`. `offers.families` passes it every inventory before offering its devices, and
 asks what was found. `offers.servers` asks `withheld` before it offers a resource.
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Inventory, Resource
 
-# How long a start waits for the first specs.
+# How long the agent's start waits for the first specs.
 START_WAIT_SECONDS = 5.0
 # How often specs are looked at, which others can change or remove.
 LOOK_SECONDS = 5.0
@@ -109,7 +109,7 @@ class CdiController:
             ledger: where devices without a name are cordoned.
             journal: records specs and what is missing.
             supervisor: runs the loop.
-            is_late: whether grants are bound late.
+            is_late: tells whether grants are bound late.
             simulated_tool: returns the command of the simulator's tool, which runs unless
                 cdi.nvidiaCtk names another; None on a node with real GPUs.
         """
@@ -188,7 +188,8 @@ class CdiController:
         await self.look(settings)
         self.observe(inventory)
         if self._needed() and _namable(inventory):
-            # a tool that hangs must not keep the agent from starting
+            # a tool that hangs must not keep the agent from starting; `tried` is set once it has
+            # ended, with or without success
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(START_WAIT_SECONDS):
                     await self._source.tried.wait()

@@ -80,7 +80,7 @@ class ContainerEdits(
 class Device(
     msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One device of a spec: a name, and what a container gets that asks for it."""
+    """One device of a spec: a name, and what a container that asks for it gets."""
 
     name: str
     container_edits: ContainerEdits = ContainerEdits()
@@ -105,10 +105,10 @@ class Spec(
 
 
 def decode(content: bytes, *, is_yaml: bool = False) -> Spec:
-    """The spec in these bytes, not yet checked by `rules`.
+    """Read the spec in these bytes, not yet checked by `rules`.
 
     Raises:
-        CdiError: it is no spec; the message is the end of a sentence that names where it came from.
+        CdiError: it is not a spec; the message is the end of a sentence that names its source.
     """
     if len(content) > LARGEST_BYTES:
         raise CdiError(f"is larger than {LARGEST_BYTES >> 20} MiB")
@@ -122,5 +122,5 @@ def decode(content: bytes, *, is_yaml: bool = False) -> Spec:
 
 
 def encode(spec: Spec) -> bytes:
-    """The content of its file; the same for the same spec."""
+    """Return the spec as the bytes of a file; equal specs give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(spec), indent=1) + b"\n"

@@ -5,7 +5,7 @@ They are made only when the GPUs that containers can get, or the settings, have 
 that takes a run of NVIDIA's tool, about a second. A file that was removed or changed is written
 again from memory. After any failure the agent tries again with growing pauses, and the earlier
 specs stay in use meanwhile. `controller` sets the desired specs, has the loop run, and keeps
-resources whose names are missing from being offered.
+back the resources whose names are missing.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class GeneratedSpecs:
         return not errors
 
     async def _use_earlier_spec(self, wanted: Wanted) -> None:
-        """Once, before anything is made, take the GPUs' spec that an earlier agent has left;
+        """Take, once and before anything is made, the GPUs' spec that an earlier agent has left;
         it is used until it is replaced.
         """
         if self._knows_earlier:

@@ -2,7 +2,7 @@
 and the agent after a restart.
 
 `runtime.grants` makes the text of a spec file here, and reads the record of a grant back out of it.
-Format: CDI 0.6.0, the first version with annotations, which have the record
+Format: CDI 0.6.0, the first version with annotations, which hold the record
 (https://github.com/cncf-tags/container-device-interface). The runtime refuses a whole file over one
 unknown field, so there is nothing else of ours in it.
 """

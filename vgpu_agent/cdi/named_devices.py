@@ -1,10 +1,11 @@
 """The facts of an inventory that a CDI spec depends on, and whether a name in it still stands for
 the device that it is used for.
 
-A UUID is one device for ever. But the device nodes beside it in a spec open another device once the
-driver was reloaded without a card that it had before, and has renumbered the cards. An index stands
-for another device as soon as a GPU was unplugged or divided again. A container with such a name
-would get a device that was not granted, so `controller` compares each device with the present spec.
+A UUID stands for one device forever. But the device nodes beside it in a spec open another device
+once the driver was reloaded without a card that it had before, and has renumbered the cards. An
+index stands for another device as soon as a GPU was unplugged or divided again. A container with
+such a name would get a device that was not granted, so `controller` compares each device with the
+present spec.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Card(NamedTuple):
     Attributes:
         number: its index.
         minor: the number in the name of its device node, ``/dev/nvidia0``; -1 where there is none.
-        instances: of each MIG instance UUID, index and capability nodes.
+        instances: of each MIG instance the UUID, the index, and the capability nodes: the device
+            nodes that open it together with that of its GPU.
     """
 
     uuid: str
@@ -80,7 +82,8 @@ def opens_another(paths: Iterable[str], place: Place) -> bool:
     """Tell whether these device nodes of a spec, by their paths in a container,
     open a GPU other than the one at ``place``.
 
-    Unknown, and so False, where the spec names no node of a GPU, or the driver none of this one.
+    Return False where that is unknown: the spec names no node of a GPU, or the driver none of this
+    one.
     """
     opened = {path for path in paths if _GPU_NODE.fullmatch(path)}
     own = {node for node in place.nodes if _GPU_NODE.fullmatch(node)}

@@ -4,8 +4,8 @@
 Only NVIDIA knows which libraries, device nodes and hooks a driver version takes. So we run their
 tool and write none of it down ourselves. It is another vendor's program: it may be missing, hang,
 fail, or print an invalid spec. All of that becomes one `CdiError`, and nothing of ours waits for
-it. Called by `generated_specs`. The options are those of version 1.20; older versions know all that
-are always passed.
+it. Called by `generated_specs`. The options are those of version 1.20; older versions know all
+those that are always passed.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _arguments(
 
 
 def _finished(spec: Spec, options: CtkOptions, kind: str, program: str) -> Spec:
-    """The spec with paths of the node, checked."""
+    """Return the spec with paths of the node, checked."""
     if spec.kind != kind:
         raise CdiError(
             f"the output of {program} cdi generate is of kind {spec.kind!r}, not {kind}; check "
@@ -178,7 +178,7 @@ def _finished(spec: Spec, options: CtkOptions, kind: str, program: str) -> Spec:
 
 
 def _without_hooks(spec: Spec, names: Sequence[str]) -> Spec:
-    """The spec without the hooks of these names.
+    """Return the spec without the hooks of these names.
 
     The tool is not asked to leave them out: before 1.17.5 it refuses the option `--disable-hook`.
     """
@@ -201,8 +201,8 @@ def _without_hooks(spec: Spec, names: Sequence[str]) -> Spec:
 
 
 def _hook_name(hook: Hook) -> str:
-    """The first argument of ``nvidia-cdi-hook``, and of ``nvidia-ctk hook``;
-    empty for a hook without arguments.
+    """Return the name of a hook: the first argument of ``nvidia-cdi-hook`` or of ``nvidia-ctk
+    hook``; empty for a hook without arguments.
     """
     _program, *arguments = hook.args or ("",)
     if arguments[:1] == ["hook"]:
@@ -266,8 +266,8 @@ async def _run(
 async def _read(
     stream: asyncio.StreamReader | None, max_bytes: int, *, on_too_much: Callable[[], None] | None
 ) -> bytes:
-    """The first bytes of a stream, up to ``max_bytes`` and one more;
-    the rest is read and dropped, and ``on_too_much`` called.
+    """Return the first bytes of a stream, up to ``max_bytes`` and one more;
+    the rest is read and dropped, and ``on_too_much`` is called.
     """
     kept = bytearray()
     while stream is not None and (chunk := await stream.read(65536)):

@@ -1,4 +1,4 @@
-"""From paths as the agent's container sees them to paths of the node.
+"""The translation of paths in the agent's container to paths of the node.
 
 The driver's tree is mounted into the agent under one path and lies on the node under another
 (nvidia §8, §9). The tool that makes the spec finds files in the first; the runtime, which reads the
@@ -38,11 +38,11 @@ class Roots(NamedTuple):
 
 
 def find_roots(*, driver_root: str, dev_root: str, container_driver_root: str) -> Roots:
-    """Find the trees for the agent; looks at the file system.
+    """Find where the agent sees the driver's files and ``/dev``, in the file system.
 
     Args:
         driver_root: on the node.
-        dev_root: on the node; empty for the same.
+        dev_root: on the node; empty for ``driver_root``.
         container_driver_root: where the node's driver root is mounted into the agent's container,
             if it is.
     """
@@ -66,7 +66,7 @@ def find_roots(*, driver_root: str, dev_root: str, container_driver_root: str) -
 
 
 def on_the_node(spec: Spec, roots: Roots) -> Spec:
-    """``spec`` with paths of the node wherever the runtime looks on the node."""
+    """Return ``spec`` with paths of the node wherever the runtime looks on the node."""
     files = _replacing(roots.driver, roots.driver_on_node)
     nodes = _replacing(roots.dev, roots.dev_on_node)
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """The checks of a CDI spec against the rules of container runtimes,
 before it is put where all runtimes of the node look.
 
-One wrong file keeps every container from starting whose devices are in it. So nothing is written
-that these rules refuse, and no invalid spec of another program is used. Rules: the CDI
+One invalid file keeps every container that uses one of its devices from starting. So nothing is
+written that these rules refuse, and no invalid spec of another program is used. Rules: the CDI
 specification and the checks of its reference implementation. Called by `nvidia_ctk`,
 `generated_specs`, `toolkit_specs` and `inlining`.
 """
@@ -36,7 +36,7 @@ def problems(spec: Spec) -> list[str]:
 
 
 def least_version(*edits: ContainerEdits, annotated: bool = False) -> str:
-    """The lowest version of CDI that knows all that is used in ``edits``; a runtime refuses
+    """Return the lowest version of CDI that knows all that is used in ``edits``; a runtime refuses
     versions that are newer than itself.
 
     With ``annotated`` the spec has annotations, or a kind whose class has a dot in it; the same
@@ -55,7 +55,7 @@ def least_version(*edits: ContainerEdits, annotated: bool = False) -> str:
 
 
 def with_sufficient_version(spec: Spec) -> Spec:
-    """``spec`` with a version that knows all that is used;
+    """Return ``spec`` with a version that knows all that is used;
     an unknown version is left as it is, and `problems` reports it.
     """
     least = _least_version_of(spec)
@@ -68,7 +68,7 @@ def _problems(spec: Spec) -> Iterator[str]:
     if spec.cdi_version not in _VERSIONS:
         yield f"cdiVersion {spec.cdi_version!r} is none of {', '.join(_VERSIONS)}"
     elif _VERSIONS.index(spec.cdi_version) < _VERSIONS.index(least := _least_version_of(spec)):
-        yield f"cdiVersion {spec.cdi_version} does not know all that is used; it takes {least}"
+        yield f"cdiVersion {spec.cdi_version} does not know all that is used, which takes {least}"
     if not _KIND.fullmatch(spec.kind):
         yield f"kind {spec.kind!r} is not of the form vendor.com/class"
     if not spec.devices:
@@ -104,6 +104,7 @@ def _least_version_of(spec: Spec) -> str:
         *(device.container_edits for device in spec.devices),
         annotated=annotated,
     )
+    # names that begin with a digit: since 0.5.0
     if _VERSIONS.index(least) < _VERSIONS.index("0.5.0") and any(
         device.name[:1].isdigit() for device in spec.devices
     ):
@@ -126,8 +127,8 @@ def _edit_problems(where: str, edits: ContainerEdits) -> Iterator[str]:
     for mount in edits.mounts:
         if not mount.host_path or not mount.container_path.startswith("/"):
             yield (
-                f"{where}: a mount of {mount.host_path!r} at {mount.container_path!r} has no two "
-                "paths"
+                f"{where}: a mount of {mount.host_path!r} at {mount.container_path!r} needs a "
+                "host path and an absolute container path"
             )
     for hook in edits.hooks:
         yield from _hook_problems(where, hook)

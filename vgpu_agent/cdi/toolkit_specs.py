@@ -187,7 +187,7 @@ class ToolkitSpecs:
 
 
 def _ambiguous(files: Mapping[str, _SpecFile]) -> dict[str, tuple[str, ...]]:
-    """The names that two files of one directory define, with these files.
+    """Return the names that two files of one directory define, each with these files.
     Neither file has priority, so runtimes cannot resolve such a name.
     """
     paths: collections.defaultdict[tuple[str, str], list[str]] = collections.defaultdict(list)

@@ -71,7 +71,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
     Attributes:
         refusals: why it can never run; empty for a pod that is admitted.
-        warnings: requests of it that have no effect, or that no Node can serve now.
+        warnings: its requests that have no effect, or that no Node can serve now.
     """
 
     refusals: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class LargestNode(msgspec.Struct, frozen=True):
     is_limit: bool = False
 
     def joined(self, other: LargestNode) -> LargestNode:
-        """Return the larger of each amount; it is a limit if one of them is."""
+        """Return the larger of the two for each amount; a limit if one of them is."""
         return LargestNode(
             max(self.gpus, other.gpus),
             max(self.memory_units, other.memory_units),

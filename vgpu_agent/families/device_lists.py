@@ -1,10 +1,11 @@
 """The ways in which a container gets its devices:
-the list strategies of NVIDIA's device plugin, one entry each.
+the list strategies of NVIDIA's device plugin, an entry of `STRATEGIES` for each.
 
 Every family that grants devices calls `edits_of` with them, and gets the variables, mounts,
 device nodes, annotations and CDI names of the strategies that the operator has chosen (nvidia §7,
 A1 to A18 and A25; volcano-vgpu §4.2). The errors of NVIDIA's plugin are not copied: a device node
-is listed once, and paths of IMEX channels on the host are below the host's device root.
+is listed once, and paths of IMEX channels (device nodes by which machines share GPU memory) on the
+host are below the host's device root.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 IMEX_CHANNELS = "NVIDIA_IMEX_CHANNELS"
-# the value of a variable such as NVIDIA_GDS, which gives a container those devices beside its GPUs
+# the value of a variable such as NVIDIA_GDS, which gives a container other devices besides its GPUs
 ENABLED = "enabled"
 
-# Mounts below this directory name the devices; writing there takes the right to mount, while any
+# Mounts below this directory name the devices. Only those who may add mounts can use it, while any
 # image can set a variable.
 VOLUME_MOUNTS = "/var/run/nvidia-container-devices"
 
@@ -40,7 +41,8 @@ CONTROL_NODES = (
     "/dev/nvidia-uvm-tools",
     "/dev/nvidia-modeset",
 )
-WSL_NODE = "/dev/dxg"  # under WSL one node of the kernel's leads to all GPUs (nvidia §4)
+# under WSL (Windows Subsystem for Linux) one device node leads to all GPUs (nvidia §4)
+WSL_NODE = "/dev/dxg"
 
 GENERATED_KIND = "k8s.device-plugin.nvidia.com/gpu"  # of the specs that the agent generates
 TOOLKIT_KIND = "nvidia.com/gpu"  # of a spec that the container toolkit keeps
@@ -77,7 +79,7 @@ class ListOptions(msgspec.Struct, frozen=True):
         device_root: where the host keeps ``/dev`` of the driver (nvidia §9), ``/`` for the usual
             place.
         control_nodes: those of NVIDIA's control nodes that exist on this node.
-        imex_channels: those that exist on this node and are to be given to each container.
+        imex_channels: the numbers of those on this node that each container is to be given.
         imex_root: directory on the node below which their device nodes are; empty for
             ``device_root``.
         enabled: those of `config.types.DEVICE_MODES` that are switched on: devices beside the GPUs,
@@ -100,7 +102,7 @@ class ListOptions(msgspec.Struct, frozen=True):
 
     @property
     def names_nodes(self) -> bool:
-        """Tell whether answers name device nodes; CDI specs have their own."""
+        """Tell whether answers name device nodes; not with CDI alone, whose specs name them."""
         return self.pass_device_specs and not all(
             name in CDI_STRATEGIES for name in self.strategies
         )
@@ -222,8 +224,8 @@ def _id_of(device: VisibleDevice, strategy: str) -> str:
 
 
 def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[DeviceNode, ...]:
-    """Control nodes, then those of the devices, then IMEX channels; each once, also where two
-    MIG instances have one GPU's node (nvidia D13).
+    """Control nodes, then those of the devices, then IMEX channels; each once, even where
+    two MIG instances share the node of their GPU (nvidia D13).
     """
     root = options.device_root.rstrip("/")
     paths = (*options.control_nodes, *(node for device in devices for node in device.nodes))

@@ -57,7 +57,7 @@ class Ownership(enum.IntEnum):
 
 
 class Family(Protocol):
-    """Pure translation between one vocabulary and the model."""
+    """Pure translation between one vocabulary and the types in `model`."""
 
     @property
     def name(self) -> str:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from vgpu_agent.nodes import Node
 
 # The scheduler writes whole seconds, and its clock is not ours: a lock whose time is less than this
-# after the Allocate was taken before it.
+# after an Allocate counts as taken before it.
 CLOCK_TOLERANCE_SECONDS = 1.0
 
-# The pod of a lock that has existed for so long was refused by the kubelet, was deleted, or never
+# The pod of a lock that has existed for this long was refused by the kubelet, was deleted, or never
 # bound.
 LONGEST_HELD_SECONDS = 10.0
 
@@ -32,7 +32,7 @@ _RFC_3339 = re.compile(r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d
 
 
 class NodeLocks:
-    """The locks of this node, and the decision when one can be released.
+    """The locks of this node, and the decision of when one can be released.
 
     State: the times since which the last lock under each key has existed or been gone, in memory. A
     restarted agent treats its first reading of the kubelet's records as an Allocate, so it releases
@@ -78,7 +78,7 @@ class NodeLocks:
         served = allocated_at is not None and (
             seen_at <= allocated_at or self._shown_late(key, taken_at, allocated_at)
         )
-        # Negative when the clock was set back meanwhile; its age is unknown then.
+        # Negative when the clock was set back meanwhile; then the lock's age is unknown.
         if served or not 0 <= now - seen_at < LONGEST_HELD_SECONDS:
             return DesiredNode(annotations={key: None}, guarded=frozenset({key}))
         return DesiredNode()

@@ -82,8 +82,7 @@ def texts_in_force(
     none where there is no file.
 
     A valid text counts alone. One with an error needs those ``before`` it, back to the last valid
-    one: of several wrong versions in a row, the correct parts of each
-    stay in force.
+    one: of several wrong versions in a row, the correct parts of each stay in force.
 
     Args:
         before: what this function returned for the previous text; empty for the first one.

@@ -39,7 +39,7 @@ def pod_keys(settings: Settings | None = None) -> PodKeys:
 # By these annotations a static pod is known, and the API server's mirror of it.
 OF_KUBERNETES = (MIRROR_POD, STATIC_POD_HASH, "kubernetes.io/config.source")
 
-# Those without any setting of the operator.
+# The keys as long as no setting renames any.
 BY_DEFAULT = pod_keys()
 ANNOTATIONS = BY_DEFAULT.annotations
 

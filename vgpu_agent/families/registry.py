@@ -1,7 +1,7 @@
 """The families of this agent, in the order in which they are offered:
-of two that are in conflict, the first is served.
+of two that conflict, the first wins.
 
-Import it before a configuration is read: the families' sections and flags become known by that.
+Import it before a configuration is read: that makes the families' sections and flags known.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ for _family in FAMILIES:
 
 
 def register(family: FamilySpec) -> None:
-    """Add a family that does not come with this package.
+    """Add a family that does not come with this program.
 
-    Call it before any other module of the package is imported: the decoder of pods, for one, is
+    Call it before any other module of the program is imported: the decoder of pods, for one, is
     made from the families once.
 
     Raises:

@@ -36,7 +36,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     """The facts, in addition to the settings, from which families are built.
 
     Attributes:
-        lists: how containers get their devices, where ids name them.
+        lists: how containers get their devices (NVIDIA's ``deviceListStrategy``), where ids name
+            them.
         pod_lists: the same where pods decide. With late binding and the setting ``cdi.inline``, the
             spec of a grant contains the edits themselves instead of CDI names.
         late: grants of families whose pods decide are bound late.
@@ -205,11 +206,11 @@ class ExporterOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         listen: where, e.g. ``:3456``.
-        flag: what an operator changes when the address is taken.
+        flag: the setting that an operator changes when the address is taken.
         min_interval_seconds: a scraper that asks more often gets the last answer again.
         authorised: scrapers must show a token that the API server allows to get the path.
         certificate_file: PEM; empty for plain HTTP.
-        key_file: its key.
+        key_file: the private key of that certificate.
         tls_flags: the settings of these two, for messages.
     """
 

@@ -56,7 +56,7 @@ class AwsOptions(msgspec.Struct, frozen=True):
     """The settings by which this node offers its GPUs.
 
     Attributes:
-        resource: the name.
+        resource: the name of the resource.
         vgpus: how many containers share a GPU.
         mps: the way in which containers join MPS, a key of `_JOINING`.
         lists: how containers get their devices.
@@ -110,11 +110,13 @@ class AwsFamily:
         )
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """``<UUID>-0`` to ``<UUID>-<n-1>`` of each GPU that can be shared (aws W1, W2)."""
+        """Return the ids ``<UUID>-0`` to ``<UUID>-<n-1>`` of each GPU that can be shared (aws W1,
+        W2), as one resource.
+        """
         ids = tuple(
             DeviceId(f"{gpu.uuid}-{number}", gpu.uuid, gpu.numa_node)
             for gpu in inventory.gpus
-            if not self._unfit(gpu)
+            if not self._why_unfit(gpu)
             for number in range(self._options.vgpus)
         )
         if not ids:
@@ -135,7 +137,7 @@ class AwsFamily:
         reasons.
         """
         name = self._options.resource
-        reasons = [reason for gpu in inventory.gpus if (reason := self._unfit(gpu))]
+        reasons = [reason for gpu in inventory.gpus if (reason := self._why_unfit(gpu))]
         if reasons and len(reasons) == len(inventory.gpus):
             return Shortfall(refused={name: "; ".join(reasons)})
         return Shortfall(cautions=tuple(f"{name}: {reason}" for reason in reasons))
@@ -202,7 +204,7 @@ class AwsFamily:
             _JOINING[self._options.mps](resource, behind, inventory, self._options.paths)
         )
 
-    def _unfit(self, gpu: Gpu) -> str:
+    def _why_unfit(self, gpu: Gpu) -> str:
         """Explain why a GPU cannot be offered; empty when it can."""
         if gpu.integrated:
             return (
@@ -249,7 +251,7 @@ class AwsFamily:
 
 
 def _devices(ids: Iterable[str]) -> list[str]:
-    """UUID of the GPU behind each id; ids that are not AWS's are left out."""
+    """Return the UUID of the GPU behind each id; ids that are not AWS's are left out."""
     return [found[1] for id_ in ids if (found := _ID.fullmatch(id_))]
 
 

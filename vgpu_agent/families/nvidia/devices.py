@@ -40,12 +40,12 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def uuid(self) -> str:
-        """``GPU-…`` or ``MIG-…``."""
+        """The UUID: ``GPU-…`` or ``MIG-…``."""
         return self.instance.uuid if self.instance else self.gpu.uuid
 
     @property
     def index(self) -> str:
-        """``0``, or ``0:1`` of a MIG instance."""
+        """The index: ``0``, or ``0:1`` of a MIG instance."""
         return f"{self.gpu.index}:{self.instance.index}" if self.instance else str(self.gpu.index)
 
     @property
@@ -68,7 +68,7 @@ class Device(msgspec.Struct, frozen=True):
         )
 
 
-class Named(msgspec.Struct):
+class NamedDevices(msgspec.Struct):
     """The devices of each resource, in the order of the node's GPUs; resources without devices,
     each with a sentence that says why; and what is odd with the rest, a sentence each.
     """
@@ -101,14 +101,15 @@ MIG_STRATEGIES: Mapping[str, MigStrategy] = {
 }
 
 
-def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
+def named_devices(inventory: Inventory, options: NvidiaOptions) -> NamedDevices:
     """Return the devices of the node by resource name; no device is under two names."""
     strategy = MIG_STRATEGIES[options.mig_strategy]
-    named = Named()
+    named = NamedDevices()
     if options.wsl:
-        # WSL does not distinguish GPUs, so all are as healthy as the worst of them.
+        # The Windows Subsystem for Linux does not distinguish GPUs, so all are as healthy as the
+        # worst of them.
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
-        return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
+        return NamedDevices({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
     for number, known in inventory.numbered.items():
         # the index by which users name it in `devices` of a shared resource, also when a card
         # before it is lost
@@ -138,7 +139,9 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
     return named
 
 
-def _name_instances(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named: Named) -> None:
+def _name_instances(
+    gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named: NamedDevices
+) -> None:
     for instance in gpu.mig_instances:
         default = strategy.instance_name.format(instance.profile.replace("+", "."))
         name = _first_match(options.mig_patterns, instance.profile) or default

@@ -22,7 +22,7 @@ from vgpu_agent.families.device_lists import (
     visible_device,
 )
 from vgpu_agent.families.family import Ownership
-from vgpu_agent.families.nvidia.ids import EVERY_GPU, devices_behind, has_replicas, one_by_one
+from vgpu_agent.families.nvidia.ids import EVERY_GPU, device_of_each, devices_behind, has_replicas
 from vgpu_agent.families.nvidia.offers import Offers, offers
 from vgpu_agent.families.nvidia.options import DOMAIN, GPU_RESOURCE
 from vgpu_agent.families.nvidia.settings import FAMILY
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # the names of another family in the same domain
 _OF_VGPU_MANAGER = frozenset(f"{DOMAIN}vgpu-{what}" for what in ("number", "cores", "memory"))
-# under WSL one id stands for all GPUs
+# under WSL (Windows Subsystem for Linux) one id stands for all GPUs
 _EVERY = {EVERY_GPU: VisibleDevice(uuid=EVERY_GPU, index=EVERY_GPU, nodes=(WSL_NODE,))}
 
 
@@ -75,8 +75,8 @@ class NvidiaFamily:
         return Ownership.CERTAIN if own else Ownership.POSSIBLE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """A whole device's id is its UUID (nvidia G1), a replica's is ``<UUID>::<n>`` (nvidia G8)
-        or ``<UUID>-replica-<n>`` (iktos K1).
+        """Return what the node offers. A whole device's id is its UUID (nvidia G1), a replica's is
+        ``<UUID>::<n>`` (nvidia G8) or ``<UUID>-replica-<n>`` (iktos K1).
         """
         return self._offers(inventory).resources
 
@@ -85,8 +85,8 @@ class NvidiaFamily:
         return self._offers(inventory).shortfall
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Refuse what the operator does not want (nvidia A22, A23) and units of memory that are not
-        of one device (iktos D12).
+        """Refuse several replicas where the operator allows only one (nvidia A22, A23), and units
+        of memory that are not of one device (iktos D12).
 
         The first text is the one that users of NVIDIA's plugin know.
         """
@@ -114,7 +114,7 @@ class NvidiaFamily:
         Ids of earlier settings are read as well; those of other plugins are left out.
         """
         offered = self._offers(inventory).resource(resource)
-        counts = collections.Counter(one_by_one(ids))  # UUID of a device → the number of its ids
+        counts = collections.Counter(device_of_each(ids))  # UUID → the number of the device's ids
         behind = devices_behind(ids)  # UUID → whether one of its ids is the whole device
         # without WSL the id `EVERY_GPU` is one of another plugin
         if (any_whole := behind.pop(EVERY_GPU, None)) is not None and self._options.wsl:
@@ -197,7 +197,9 @@ class NvidiaFamily:
             found.sort(key=_by_index if self._options.lists.id_strategy == "index" else _by_uuid)
         edits = edits_of(found, self._options.lists, answer_id=answer_id(resource.name, ids))
         if resource.sharing is SharingMode.MPS:
-            edits = edits.joined(mps_edits(resource, one_by_one(ids), inventory, self._options.mps))
+            edits = edits.joined(
+                mps_edits(resource, device_of_each(ids), inventory, self._options.mps)
+            )
         return edits
 
     def _offers(self, inventory: Inventory) -> Offers:

@@ -1,10 +1,10 @@
 """The labels of GPU Feature Discovery (GFD), from the agent's own knowledge of the GPUs.
 
-Names and values are GFD's (nvidia §12, §17.5), so what selects nodes by them need not change.
-Written are the labels that follow from the inventory and from what the family offers. Left out are
-those of the machine's product name, of the graphics mode, of the fabric clique, of vGPU guests, and
-the counts of multiprocessors and engines of MIG instances. ``gfd.timestamp`` is never written: it
-shows that GFD itself runs.
+Names and values are GFD's (nvidia §12, §17.5), so what selects nodes by them need not change. The
+labels are those that follow from the inventory and from what the family offers. Left out are the
+machine's product name, the graphics mode, the fabric clique, vGPU guests, and the counts of
+multiprocessors and engines of MIG instances. ``gfd.timestamp`` is never written: it shows that GFD
+itself runs.
 
 Pure functions; `cluster.feature_labels` decides whether their result is written.
 """
@@ -177,8 +177,8 @@ def _of_gpus(gpus: Sequence[Gpu], offer: _Offer) -> Iterator[tuple[str, str]]:
 
 
 def _single(gpus: Sequence[Gpu], offer: _Offer) -> Iterator[tuple[str, str]]:
-    """Yield the labels of a node whose GPUs are all divided into instances of one profile; else
-    those of a node that cannot be used so.
+    """Yield the labels of a node whose GPUs are all divided into instances of one profile; for
+    any other node, labels that call it invalid.
     """
     instances = [instance for gpu in gpus for instance in gpu.mig_instances]
     profiles = {instance.profile for instance in instances}

@@ -62,9 +62,9 @@ def devices_behind(ids: Iterable[str]) -> dict[str, bool]:
     return devices
 
 
-def one_by_one(ids: Sequence[str]) -> list[str]:
-    """UUID of the device behind each id, in their order, as often as it is named. Ids of other
-    plugins are left out.
+def device_of_each(ids: Sequence[str]) -> list[str]:
+    """Return the UUID of the device behind each id, in their order, as often as it is named. Ids of
+    other plugins are left out.
     """
     return [known.device for id_ in ids if (known := read(id_)) is not None]
 

@@ -47,7 +47,7 @@ def entries(text: str) -> tuple[IktosEntry, ...]:
 
 
 def problems(text: str) -> Iterator[str]:
-    """A sentence for each thing that is wrong, with its entry and what to write instead."""
+    """Yield a sentence for each fault, with its entry and what to write instead."""
     # resource → the first entry that divides it; offered name → the first entry with that name
     originals: dict[str, str] = {}
     names: dict[str, str] = {}

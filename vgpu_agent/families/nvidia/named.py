@@ -1,5 +1,5 @@
-"""The choice among several configurations of NVIDIA's plugin for a node, as its config-manager
-makes it: the section ``namedConfig``.
+"""The choice among several configurations of NVIDIA's plugin, as that plugin's config-manager makes
+it for a node. Its settings are the section ``namedConfig``.
 
 The configurations are the keys of a ConfigMap, mounted as a directory. A label of the Node names
 one of them (nvidia §13). `agent` follows label and directory, and asks `choose` whenever one of
@@ -64,39 +64,43 @@ class NamedConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     ] = ("named", "single", "empty")
 
 
-def choose(named: NamedConfig, label_value: str, keys: Collection[str]) -> Choice:
+def choose(settings: NamedConfig, label_value: str, keys: Collection[str]) -> Choice:
     """Choose the configuration for a node with ``label_value`` (empty:
     no label) where the configurations ``keys`` exist; nvidia §13.
 
     A label that names no configuration chooses nothing: NVIDIA's config-manager ends with an error,
     and its README says that the label is skipped. Neither is right for a node that serves pods, so
-    it is a visible problem.
+    it becomes a problem that operators see.
     """
     if label_value:
         if label_value in keys:
-            return Choice(label_value, reason=f"label {named.label}={label_value}")
+            return Choice(label_value, reason=f"label {settings.label}={label_value}")
         return Choice(
             problem=_missing(
-                named, f"label {named.label} of this node", label_value, keys, "correct the label"
+                settings,
+                f"label {settings.label} of this node",
+                label_value,
+                keys,
+                "correct the label",
             )
         )
-    if named.default:
-        if named.default in keys:
-            return Choice(named.default, reason="namedConfig.default")
+    if settings.default:
+        if settings.default in keys:
+            return Choice(settings.default, reason="namedConfig.default")
         return Choice(
             problem=_missing(
-                named, "namedConfig.default", named.default, keys, "correct the default"
+                settings, "namedConfig.default", settings.default, keys, "correct the default"
             )
         )
-    for strategy in named.fallback_strategies:
+    for strategy in settings.fallback_strategies:
         found = _STRATEGIES[strategy](keys)
         if found is not None:
             return Choice(found, reason=f"namedConfig.fallbackStrategies: {strategy}")
-    tried = ", ".join(named.fallback_strategies) or "none"
+    tried = ", ".join(settings.fallback_strategies) or "none"
     return Choice(
         problem=(
-            f"this node has no label {named.label}, there is no namedConfig.default, and none of "
-            f"namedConfig.fallbackStrategies ({tried}) fits {named.directory} (which has "
+            f"this node has no label {settings.label}, there is no namedConfig.default, and none "
+            f"of namedConfig.fallbackStrategies ({tried}) fits {settings.directory} (which has "
             f"{_listed(keys)}); label the node with one of them"
         )
     )
@@ -122,13 +126,13 @@ _STRATEGIES: dict[str, Callable[[Collection[str]], str | None]] = {
 }
 
 
-def _missing(named: NamedConfig, who: str, name: str, keys: Collection[str], remedy: str) -> str:
+def _missing(settings: NamedConfig, who: str, name: str, keys: Collection[str], remedy: str) -> str:
     """Return the sentence that ``who``, a label or a setting, names a configuration that is not
     there.
     """
     return (
-        f"{who} names the configuration {shown(name)}, but {named.directory} has {_listed(keys)}; "
-        f"add it to the ConfigMap or {remedy}"
+        f"{who} names the configuration {shown(name)}, but {settings.directory} has "
+        f"{_listed(keys)}; add it to the ConfigMap or {remedy}"
     )
 
 

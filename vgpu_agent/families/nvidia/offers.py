@@ -25,7 +25,7 @@ from vgpu_agent.model import Resource, SharingMode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vgpu_agent.families.nvidia.devices import Device, Named
+    from vgpu_agent.families.nvidia.devices import Device, NamedDevices
     from vgpu_agent.families.nvidia.options import NvidiaOptions, SharedEntry
     from vgpu_agent.model import Inventory
 
@@ -68,11 +68,11 @@ class _Plan:
     A device belongs to the first entry that names it.
     """
 
-    def __init__(self, options: NvidiaOptions, named: Named) -> None:
+    def __init__(self, options: NvidiaOptions, named: NamedDevices) -> None:
         self._options = options
         self._named = named
         self._refused = dict(named.refused)  # resource → why it is withheld
-        self._cautions = list(named.cautions)  # what is odd with the offered ones, in sentences
+        self._cautions = list(named.cautions)  # sentences about oddities of the offered ones
         self._parts: dict[str, list[_Part]] = {}  # resource → its devices
         self._taken: dict[str, str] = {}  # UUID → resource of the first entry that names it
 

@@ -2,9 +2,9 @@
 
 The document is a separate file (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the
 section ``nvidiaConfig`` of the agent's own file. The result is the same document with the agent's
-keys and the original line numbers. `reading` checks it like the agent's own file, and its messages
-name NVIDIA's keys. Keys, defaults and edge cases: nvidia §2. This is the only module that knows
-both schemas.
+keys and the original line numbers. `config.reading` checks it like the agent's own file, and its
+messages name NVIDIA's keys. Keys, defaults and edge cases: nvidia §2. This is the only module that
+knows both schemas.
 
 NVIDIA's plugin silently ignores a key that is unknown or in the wrong section. The agent warns, and
 names the right place (nvidia D10). NVIDIA's plugin also parses some keys without using them
@@ -115,7 +115,7 @@ class _Translator:
     """The translator of one document. State: the part of the result that is complete."""
 
     def __init__(self, prefix: str, faults: list[yaml.Fault]) -> None:
-        self._prefix = prefix  # what stands before a key's path in messages
+        self._prefix = prefix  # stands before a key's path in messages
         self._members: dict[str, yaml.Node] = {}
         self._keys: dict[str, str] = {}  # the agent's path → NVIDIA's, for messages
         self._faults = faults
@@ -172,7 +172,7 @@ class _Translator:
         if not isinstance(members, dict):
             self._fault(node.line, path, f"expected a mapping, got {shown(node.value)}")
             return
-        if path in _NEVER_EMPTY:  # `reading` requires the list
+        if path in _NEVER_EMPTY:  # `config.reading` requires the list
             self._our_section(path.split("."), node.line)
             self._keys[path] = self._prefix + path
         self._translate_section(members, path)
@@ -180,12 +180,12 @@ class _Translator:
     def _translate_value(self, path: str, node: yaml.Node) -> None:
         key = schema.value_paths()[_OUR_KEYS[path]]
         if node.value is None:
-            # empty but for a list that may only be missing with its section, which it names
+            # for a list that must not be empty: its section, which may be left out instead
             if not key.can_be_omitted_with:
                 return  # null means no value, as in JSON
             # an empty list, which is refused
             node = yaml.Node([], node.line)
-        if key.items is not None:
+        if key.items is not None:  # the keys of the items of a list
             node = self._translate_items(path, key.items, node)
         elif node.value == "" and path in _OPTIONAL_TEXTS:
             return

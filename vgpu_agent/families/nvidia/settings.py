@@ -48,7 +48,8 @@ ResourceName = Annotated[
         }
     ),
 ]
-# An index "0", a MIG instance "1:0", or a UUID. `load` reads 0 without quotes as the text "0".
+# An index "0", a MIG instance "1:0", or a UUID. `numbers_are_text`: 0 without quotes is read as the
+# text "0".
 DeviceWord = Annotated[
     str,
     Meta(
@@ -76,7 +77,8 @@ def shared_twice(
     entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]
 ) -> Contradicted | None:
     """Find the one of the ``earlier`` entries that shares a device of ``entry``, too. Two entries
-    may have the same resource only if both list their devices.
+    may have the same resource only if both list their devices. ``{line}`` in the text stands for
+    the line of the earlier entry.
     """
     for index, other in enumerate(earlier):
         if "name" not in entry or other.get("name") != entry["name"]:
@@ -326,7 +328,7 @@ def offered_names(settings: Settings) -> Iterator[OfferedName]:
 
 
 def _shared(settings: Settings) -> Sequence[tuple[str, str, bool]]:
-    """Each entry about sharing that has an effect: the resource, the name under which it is
+    """Return each entry about sharing that has an effect: the resource, the name under which it is
     offered, and whether all of its devices are meant.
     """
     if entries := iktos.entries(settings.section(Iktos).resource_config):

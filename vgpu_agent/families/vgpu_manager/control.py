@@ -1,4 +1,4 @@
-"""The isolation backend of vgpu-manager's containers, by the settings and what the node has."""
+"""The isolation backend of vgpu-manager's containers, as the settings and the node allow it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_limited(settings: Settings) -> bool:
 LIBRARY_USE = LibraryUse(
     VGPU_CONTROL.name,
     is_limited,
-    # what else can be done on a node without the library, as the end of a sentence
+    # the alternative on a node without the library, as the end of a sentence
     "or set vgpuManager.isolation to none, which shares without any limit",
 )
 

@@ -208,7 +208,7 @@ class VgpuManagerFamily:
                     uuid=gpu.uuid,
                     cores_percent=share.cores_percent,
                     memory_mib=share.memory_mib,
-                    # what the card offers as a whole, which may be more than it has
+                    # all that the card offers, which may be more than it has
                     card_cores_percent=int(100 * options.cores_scaling),
                     card_memory_mib=memory_mib(gpu, options),
                 )

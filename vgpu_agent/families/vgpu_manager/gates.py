@@ -113,7 +113,7 @@ def read_gates(words: Sequence[str]) -> Gates:
     counts. Never raises.
     """
     values: dict[str, bool] = {}  # attribute of `Gates` → its value
-    counts: dict[str, str] = {}  # gate → its last entry
+    last: dict[str, str] = {}  # gate → its last entry
     problems: list[str] = []
     idle: dict[str, str] = {}  # gate → the sentence that it, or an entry of it, has no effect
     for word in words:
@@ -128,12 +128,12 @@ def read_gates(words: Sequence[str]) -> Gates:
             idle[name] = f"{written} {_WITHOUT_EFFECT[name]}; leave it out"
         else:
             now = f"{written}={value}"
-            before = counts.get(name, now)
+            before = last.get(name, now)
             if before.partition("=")[0] != written and values.get(_EFFECTS[name]) != _VALUES[value]:
                 idle[name] = (
                     f"{before} has no effect before {now}, which is the same gate; keep one of them"
                 )
-            counts[name] = now
+            last[name] = now
             values[_EFFECTS[name]] = _VALUES[value]
     return Gates(**values, problems=tuple(problems), without_effect=tuple(idle.values()))
 

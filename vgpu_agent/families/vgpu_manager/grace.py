@@ -17,7 +17,7 @@ _PART = re.compile(r"(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<unit>ns|us|µs|μ
 _MOST_SECONDS = 2**63 // 10**9  # Go counts nanoseconds in 64 bits
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 0.001, "s": 1.0}
 _UNIT_SECONDS |= {"m": 60.0, "h": 3600.0}
-_LONGEST_DURATION = 64
+_LONGEST_DURATION = 64  # characters
 
 
 def grace_seconds(pod: Pod, keys: Keys) -> float | None:

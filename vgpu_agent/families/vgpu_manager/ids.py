@@ -2,7 +2,7 @@
 (vgpu-manager §2.2, §13.2).
 
 A node has hundreds of thousands of them, so `device_ids.NumberedIds` makes each on request, with
-one codec for each card.
+one codec (`device_ids.IdCodec`) for each card.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FROM_URL = bytes.maketrans(b"-_", b"+/")
 
 
 class PackedIds(msgspec.Struct, frozen=True):
-    """The codec of one card's ids: ``count << 8 | card`` as a protobuf varint, in the URL alphabet
+    """The texts of one card's ids: ``count << 8 | card`` as a protobuf varint, in the URL alphabet
     of base64 without padding.
 
     Attributes:
@@ -30,7 +30,7 @@ class PackedIds(msgspec.Struct, frozen=True):
     card: int
 
     def text(self, number: int) -> str:
-        """Return the text of the id with the count ``number``; see `IdCodec`."""
+        """Return the text of the id with the count ``number``."""
         value = number << 8 | self.card
         varint = bytearray()
         while value > 0x7F:

@@ -87,40 +87,41 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def compute_policy(self) -> str:
-        """``fixed`` (a container never gets more than its share of the compute), ``balance`` (it
-        gets more while the card is idle) or ``none`` (no limit); the pod's annotation overrides the
+        """The limit of compute: ``fixed`` (a container never gets more than its share), ``balance``
+        (it gets more while the card is idle) or ``none``; the pod's annotation overrides the
         Node's.
         """
         return self._key("vgpu-compute-policy")
 
     @property
     def node_policy(self) -> str:
-        """``binpack``, ``spread`` or ``none``, over nodes; only for schedulers."""
+        """The policy over nodes: ``binpack``, ``spread`` or ``none``; only for schedulers."""
         return self._key("node-scheduler-policy")
 
     @property
     def device_policy(self) -> str:
-        """``binpack``, ``spread`` or ``none``, over the cards of a node."""
+        """The policy over the cards of a node: ``binpack``, ``spread`` or ``none``."""
         return self._key("device-scheduler-policy")
 
     @property
     def memory_policy(self) -> str:
-        """``virtual`` (only nodes that offer more memory than their cards have) or ``physical``
-        (only the others).
+        """The kind of nodes: ``virtual`` (only those that offer more memory than their cards have)
+        or ``physical`` (only the others).
         """
         return self._key("memory-scheduler-policy")
 
     @property
     def topology_mode(self) -> str:
-        """``none``, ``numa`` or ``link``: the cards of a container should be on one NUMA node, or
-        linked to each other; with ``numa-strict`` or ``link-strict`` they must.
+        """The place of a container's cards: with ``numa`` or ``link`` they should be on one NUMA
+        node, or linked to each other; with ``numa-strict`` or ``link-strict`` they must; with
+        ``none`` it does not matter.
         """
         return self._key("device-topology-mode")
 
     @property
     def cross_pod(self) -> str:
-        """``true``: the links to the cards of the pod's peers (the other pods of its gang or of its
-        controller) count, too; only for schedulers.
+        """A switch: with ``true`` the links to the cards of the pod's peers (the other pods of its
+        gang or of its controller) count, too; only for schedulers.
         """
         return self._key("cross-pod-topology")
 

@@ -1,9 +1,9 @@
 """MIG instances that an administrator has made, under vgpu-manager's names:
 ``nvidia.com/mig-1g.10gb`` (vgpu-manager §2.3).
 
-The ids name the instances. Schedulers only count them, like any resource. A family of its own
-beside `vgpu_manager`, so that the ledger keeps both apart: whole GPUs are shared there, divided
-ones granted here.
+The ids name the instances. Schedulers only count them, like any resource. This is a family of its
+own beside `vgpu-manager`, so that the ledger keeps the two apart: whole GPUs are shared there, and
+instances of divided ones are granted here.
 """
 
 from __future__ import annotations

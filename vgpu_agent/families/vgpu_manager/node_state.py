@@ -63,9 +63,8 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     """
     inventory, keys = view.inventory, options.keys
     if not inventory.version:
-        return (
-            DesiredNode()
-        )  # until the GPUs are read, the annotations from before the restart stay
+        # until the GPUs are read, the annotations from before the restart stay
+        return DesiredNode()
     stale = DesiredNode(capacity=_stale(view, options))
     if not inventory.numbered:  # no GPUs
         return cleanup(options).joined(stale)
@@ -95,16 +94,16 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
 
 
 def _stale(view: NodeView, options: VgpuManagerOptions) -> dict[str, None]:
-    """Return the resources that the Node must not have, because the kubelet would keep them for
-    ever (vgpu-manager §2.2): ``vgpu-cores`` and ``vgpu-memory`` where their feature gate is
-    off, and MIG profiles without an instance.
+    """Return the resources that the Node must not have, because the kubelet would keep them
+    forever (vgpu-manager §2.2): ``vgpu-cores`` and ``vgpu-memory`` where their feature gate is off,
+    and MIG profiles without an instance.
 
     Other plugins may offer instances by the same names, so those names are removed only where they
     are at 0. ``vgpu-number`` stays, at 0: where a Node lacks a resource, the kubelet starts pods
     without it.
     """
     keys, node = options.keys, view.node
-    # what any family of this node offers, and what this one could
+    # the resources that any family of this node offers, and those that this one could
     offered = view.offered | offered_names(view.inventory, options)
     gone = {
         name
@@ -159,6 +158,7 @@ def register_text(
 
 def _silent(inventory: Inventory) -> list[int]:
     """Return NVML's indices of the cards that did not answer when they were enumerated."""
+    # a failure is ``<index>: <text>``
     indices = (failure.partition(":")[0] for failure in inventory.failures)
     return [int(index) for index in indices if index.isdecimal()]
 

@@ -149,7 +149,7 @@ def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         holders_per_device=options.split,
         memory_scaling=options.memory_scaling,
         cores_scaling=options.cores_scaling,
-        pre_start_required=True,
+        pre_start_required=True,  # the kubelet is to call PreStartContainer
         decided_by=Decider.POD,  # the pod's annotations and limits; the ids decide nothing
         # the kubelet is to prefer ids of the cards that a scheduler has planned for the pod
         offers_preference=options.prefer_claimed,

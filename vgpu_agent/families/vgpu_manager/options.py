@@ -36,7 +36,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
         topology: the links between GPUs are written on the Node (TopologyAwareGPUAllocation).
         prefer_claimed: GetPreferredAllocation names ids of the GPUs in a scheduler's claim
             (HonorPreAllocatedDeviceIDs).
-        reschedule: pods that this node has failed are evicted or recreated
+        reschedule: pods whose allocation or start failed here are evicted or recreated
             (AllocationFailureReschedule).
         sm_watcher: the agent samples the use of compute for all containers
             (SharedSMUtilizationWatcher).
@@ -84,6 +84,8 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
                 (`node_config.NodeConfig.lists`).
         """
         gates, excluded = vgpu.gates, vgpu.excluded
+        # the second value: why the strategy is not the configured one
+        mig_strategy, _ = static_mig_strategy(settings, vgpu)
         return cls(
             keys=Keys(vgpu.domain),
             split=vgpu.device_split_count,
@@ -99,9 +101,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             reschedule=gates.reschedule,
             sm_watcher=gates.sm_watcher,
             tracks_virtual_memory=gates.tracks_virtual_memory,
-            mig_strategy=static_mig_strategy(settings, vgpu)[
-                0
-            ],  # [1] is why it is not the configured one
+            mig_strategy=mig_strategy,
             types_match_substrings=vgpu.type_match == "substring",
             open_kernel_modules=vgpu.open_kernel_modules,
             lists=lists,

@@ -103,7 +103,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
     candidates = _in_order(question, fitting, policy, options)
     chosen = _chosen(question, candidates, container, policy, mode)
     cards_by_number = sorted(chosen.cards, key=lambda card: card.number)
-    if chosen.fallback:  # what the cards have instead of what the mode asks for
+    if chosen.fallback:  # the links or the place that the cards have instead of those asked for
         numbers = ", ".join(str(card.number) for card in cards_by_number)
         text = (
             f"annotation {keys.topology_mode}={mode} could not be followed with the GPUs that had "

@@ -36,7 +36,7 @@ FINISHED = "9223372036854775807"
 ALLOCATING, SUCCEED, FAILED = "allocating", "succeed", "failed"
 """The values of the label ``phase``: how far the allocation to the pod's containers is."""
 
-# What Kubernetes takes as a label's value. A node's name may be longer (vgpu-manager §4.2).
+# The form of a label's value in Kubernetes. A node's name may be longer (vgpu-manager §4.2).
 _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 

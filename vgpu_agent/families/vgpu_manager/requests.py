@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", DISABLED_BY
 
 _MAX_MIB = 2**40  # more than any card has
-_LONGEST_LIST = 4096
+_LONGEST_LIST = 4096  # characters
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -116,7 +116,7 @@ def _vocabulary(keys: Keys) -> Vocabulary:
             CUDA_MAJOR_LABEL,
             CUDA_MINOR_LABEL,
         ),
-        # written after those by which schedulers count
+        # only show how far a start has come; written after those by which schedulers count
         progress_annotations=frozenset({keys.predicate_time, keys.real_allocated}),
     )
 
@@ -168,8 +168,8 @@ def _scheduling(options: SchedulingOptions) -> SchedulingFamily:
 
 
 def _device_modes(settings: Settings) -> tuple[str, ...]:
-    """All device modes where there is a node configuration: those that it asks for are not known
-    before it is read, and a CDI spec that is not used does no harm.
+    """Return all device modes where there is a node configuration: those that it asks for are not
+    known before it is read, and a CDI spec that is not used does no harm.
     """
     return DEVICE_MODES if settings.section(VgpuManager).node_config_file else ()
 
@@ -209,7 +209,6 @@ SPEC = FamilySpec(
     exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,
     admission=_admission,
-    # whether its failed pods are evicted or created again although `binding.rescheduleFailed` is
-    # off
+    # its failed pods are evicted or created again although `binding.rescheduleFailed` is off
     reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )

@@ -68,11 +68,11 @@ def rules(keys: Keys) -> Mapping[str, Rule]:
             lambda low: low.startswith(("virt", "phy")),
             f"{VIRTUAL} or {PHYSICAL}",
         ),
-        # whether the cards of a container should be on one NUMA node, or linked; or must (strict)
+        # the cards of a container should be on one NUMA node, or linked; or must be (strict)
         keys.topology_mode: _one_of(*MODES, NONE),
-        # whether the links to the cards of the pod's peers count, too
+        # true: the links to the cards of the pod's peers count, too
         keys.cross_pod: _one_of(*_SWITCH),
-        # whether a container may get more than its share of the compute
+        # how strictly a container is held to its share of the compute
         keys.compute_policy: _one_of(*(policy.value for policy in ComputePolicy)),
         # the time for which cards are kept for the pod before it is bound
         keys.stuck_grace: Rule(

@@ -48,7 +48,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Config(msgspec.Struct, rename="camel"):
-    """``node-config-info``."""
+    """The settings in ``node-config-info``."""
 
     device_split: Annotated[int, msgspec.Meta(ge=0, le=10_000)]  # containers that may share a card
     memory_factor: int  # MiB in one unit of a pod's request
