@@ -60,7 +60,7 @@ def test_several_are_several_different_devices() -> None:
     assert _chosen([_room("GPU-0"), _room("GPU-1")], _demand(2), BINPACK) == ["GPU-0", "GPU-1"]
     with pytest.raises(
         CapacityError,
-        match=r"2 × 3000 MiB cannot be placed on this node, also when it is empty: GPU-0: fits",
+        match=r"2 × 3000 MiB cannot be placed on this node, even when it is empty: GPU-0: fits",
     ):
         choose_rooms([_room("GPU-0")], _demand(2), policy=BINPACK)
 
@@ -85,7 +85,7 @@ def test_all_compute_needs_an_empty_device() -> None:
         (
             _room("GPU-0", holders=1),
             _demand(cores=100),
-            "100 % of the compute needs it alone, and 1 share it",
+            "100 % of the compute needs the whole GPU; containers on it: 1",
         ),
         (_room("GPU-0", holders=10), _demand(), "10 containers share it already"),
         (msgspec.structs.replace(EMPTY, exclusive=True), _demand(), "a container holds all of it"),

@@ -23,6 +23,7 @@ class Target(msgspec.Struct, frozen=True):
 
     Attributes:
         pod_uid: the kubelet's UID of the pod.
+        container: its name.
         grant: a name that stays the same over restarts of the container and differs from every
             other grant's.
         environment: names of the variables that the pod's specification sets; with one of them a
@@ -30,7 +31,7 @@ class Target(msgspec.Struct, frozen=True):
         shares: (GPU, share) in the order in which the container is to count the GPUs.
         oversubscribed: more memory or compute is offered than there is, so a share as large as the
             GPU may not keep other containers off it.
-        limit_cores: whether compute is to be limited as well as booked.
+        limit_cores: compute is to be limited as well as booked.
         unit_mib: the smallest share of memory that the node gives. A GPU that has less left can
             serve no other container, so the one on it may be allowed to switch its library off.
     """

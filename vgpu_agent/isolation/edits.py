@@ -109,8 +109,8 @@ class Provision(msgspec.Struct, frozen=True):
             pod is gone and nothing in it is mounted.
         earlier_directory: the directory that an earlier version of the agent gave to this
             container, and that the specs and answers of that version still mount.
-        replaces_earlier: whether the kubelet's checkpoint has an answer to Allocate that mounts
-            `earlier_directory`. Then that is replaced at each start, with the files of
+        replaces_earlier: the kubelet's checkpoint has an answer to Allocate that mounts
+            `earlier_directory`. Then that directory is replaced at each start, with the files of
             `own_directory` in it, because a container has written to the old one.
         removed: files that the container must not find when it starts, such as those of its
             previous run; as paths within `own_directory`. ``files`` are made after that.

@@ -122,8 +122,8 @@ class HamiCore(msgspec.Struct):
         """Return the edits of the container and the files that must be on the host.
 
         Raises:
-            RequestRefusedError: more devices than the library can count, or names that are no part
-                of a path.
+            RequestRefusedError: more devices than the library can count, or names that cannot be
+                part of a path.
             UnhealthyDeviceError: a whole GPU was asked for whose memory the driver has not reported
                 yet; a limit of 0 would be none.
         """
@@ -215,8 +215,8 @@ def containers_directory(host_directory: str) -> str:
 
 
 def directory_before(host_directory: str) -> str:
-    """The parent that the replaced plugin and earlier agents used; those directories have mode 0777
-    and are mounted into containers.
+    """The parent of the containers' directories in the replaced plugin and earlier agents; these
+    directories have mode 0777 and are mounted into containers.
     """
     return f"{host_directory}/vgpu/containers"
 
@@ -279,7 +279,7 @@ def _pci_order(gpu: Gpu) -> tuple[int, str, int]:
 
 
 def _cache_name(grant: str) -> str:
-    """``<uuid4>.cache``, always the same for ``grant``, the grant's unique name,
+    """Return ``<uuid4>.cache``, always the same for ``grant``, the grant's unique name,
     so that a restarted container finds the same file.
     """
     return f"{uuid.UUID(bytes=hashlib.sha256(grant.encode()).digest()[:16], version=4)}.cache"

@@ -58,12 +58,11 @@ class DeviceLimit(msgspec.Struct, frozen=True):
 def region(
     limits: Sequence[DeviceLimit], *, limit_cores: bool = True
 ) -> tuple[tuple[int, bytes], ...]:
-    """(offset, bytes) of a new region with these limits,
-    in the order in which the container numbers its devices.
+    """Return the (offset, bytes) pairs of a new region with these limits.
 
     Args:
-        limits: at most `MAX_DEVICES`.
-        limit_cores: whether the library's limiter of compute is on (``utilization_switch``). Some
+        limits: at most `MAX_DEVICES`, in the order in which the container numbers its devices.
+        limit_cores: the library's limiter of compute is on (``utilization_switch``). Some
             versions never switch it on again once it is off (hami-core §0.3.8), so it must be right
             from the start.
     """
@@ -84,8 +83,8 @@ def region(
 
 
 def limit_parts(limits: Sequence[DeviceLimit]) -> tuple[tuple[int, bytes], ...]:
-    """The limits alone, for a region that is in use: the memory limit holds from the next
-    allocation on (hami-core §0.3.3).
+    """Return the (offset, bytes) pairs of the limits alone, for a region that is in use: the memory
+    limit holds from the next allocation on (hami-core §0.3.3).
     """
     memory = [limit.memory_mib << 20 for limit in limits]
     cores = [limit.cores_percent for limit in limits]

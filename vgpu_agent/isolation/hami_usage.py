@@ -61,7 +61,7 @@ class RegionUse(msgspec.Struct, frozen=True):
         last_kernel_at: unix seconds of the last kernel launch; 0 when there was none, or the layout
             does not say.
         processes: how many live processes have the library and this region open.
-        limits_cores: whether the library enforces the limits of compute: the region's
+        limits_cores: the library enforces the limits of compute: the region's
             ``utilization_switch``, with which HAMi's monitor turns the limiter off.
     """
 
@@ -153,9 +153,10 @@ def read_region(
 
     Args:
         size: of the file; together with the version words it identifies the layout.
-        read: the bytes at (offset, length); fewer, when the file has become shorter.
-        is_alive: whether a slot's process (pid on the host, pid in its container) still exists. A
-            process that was killed leaves its slot behind with all that it used (hami-core §2.4).
+        read: returns the bytes at (offset, length); fewer, when the file has become shorter.
+        is_alive: tells whether a slot's process (pid on the host, pid in its container) still
+            exists. A process that was killed leaves its slot behind with all that it used
+            (hami-core §2.4).
 
     Returns:
         None while there is no content: no process has initialised the file, or it has become
@@ -231,14 +232,14 @@ def _use(
 
 
 def _slots(layout: _Layout, read: Callable[[int, int], bytes], number: int) -> Iterator[bytes]:
-    """The slots in use, each copied by itself: usually there is one, and a file that claims to have
-    a thousand does not cost two megabytes at once.
+    """Yield the slots in use, each copied by itself: usually there is one, and a file that claims
+    to have a thousand does not cost two megabytes at once.
     """
     for place in range(number):
         yield read(layout.slots + place * layout.slot_size, layout.slot_size)
 
 
 def _uuid(head: bytes, offset: int) -> str:
-    """The device's UUID; empty when no driver would have written that."""
+    """Return the device's UUID; empty when no driver would have written that."""
     found = _UUID.match(head, offset, offset + _UUID_BYTES)
     return found[0][:-1].decode() if found else ""

@@ -3,7 +3,8 @@ daemon limits each to its share.
 
 Pure functions: the commands of a daemon, the edits of a container, and the reasons why a resource
 cannot be shared by MPS. `vgpu_agent.mps` runs the daemons by these plans. Families add `mps_edits`
-to the answer of a resource whose sharing is MPS. One daemon serves one resource.
+to the answer of a resource whose sharing is MPS. One daemon serves one resource. Its *clients* are
+processes in containers; a *replica* is one of several ids of a GPU.
 
 Facts: nvidia §11 and §17.3. According to NVIDIA's guide to MPS, a variable in a client can lower
 the daemon's limit and never raise it.
@@ -214,12 +215,12 @@ def most_clients(gpu: Gpu) -> int:
 
 
 def memory_share_mib(memory_mib: int, replicas: int, count: int = 1) -> int:
-    """``count`` of ``replicas`` equal shares of a GPU's memory, rounded down to a MiB."""
+    """Return ``count`` of ``replicas`` equal shares of a GPU's memory, rounded down to a MiB."""
     return memory_mib * min(count, replicas) // replicas
 
 
 def thread_share(replicas: int, count: int = 1) -> int:
-    """``count`` of ``replicas`` equal shares of a GPU's compute, in percent, rounded down,
+    """Return ``count`` of ``replicas`` equal shares of a GPU's compute, in percent, rounded down,
     at least 1.
     """
     return max(1, 100 * min(count, replicas) // replicas)

@@ -31,7 +31,7 @@ class LibraryBackend(msgspec.Struct, frozen=True):
         file: the library's name.
         library: its path in containers.
         containers: the host directory → the parent of the containers' own directories.
-        containers_before: the same for an earlier version of the agent, in whose directories
+        containers_before: the same in an earlier version of the agent, in whose directories
             containers could write; None where there was none.
         directory_of_replaced: the host directory → where the replaced plugin made the containers'
             directories, among other things; None where that is one of the other two.

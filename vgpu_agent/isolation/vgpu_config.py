@@ -67,7 +67,7 @@ class SlotLimit(msgspec.Struct, frozen=True):
     oversold: bool
 
     def packed(self) -> bytes:
-        """The slot without its sequence number, as it lies in the file from `limits_offset` on."""
+        """Return the slot without its sequence number, as in the file from `limits_offset` on."""
         return _LIMITS.pack(
             _text(self.uuid, 48),
             self.total_bytes,
@@ -140,7 +140,7 @@ def read_config(size: int, read: Callable[[int, int], bytes]) -> ReadConfig | Un
 
     Args:
         size: of the file.
-        read: the bytes at (offset, length); fewer, when the file has become shorter.
+        read: returns the bytes at (offset, length); fewer, when the file has become shorter.
     """
     if size != SIZE:
         return Unreadable(f"it has {size} bytes instead of {SIZE}")
@@ -180,7 +180,7 @@ def is_looser(now: Mapping[int, SlotLimit], before: Mapping[int, SlotLimit]) -> 
 
 
 def config_parts(owner: Owner, limits: Mapping[int, SlotLimit]) -> tuple[tuple[int, bytes], ...]:
-    """(offset, bytes) of the whole file; what they leave out is zero.
+    """Return the (offset, bytes) pairs of the whole file; what they leave out is zero.
 
     Args:
         owner: the container.
@@ -218,26 +218,26 @@ def config_parts(owner: Owner, limits: Mapping[int, SlotLimit]) -> tuple[tuple[i
 
 
 def slot_offset(index: int) -> int:
-    """The offset in the file of that card's slot, which begins with its sequence number."""
+    """Return the offset in the file of that card's slot, which begins with its sequence number."""
     if not 0 <= index < MAX_CARDS:
         raise ValueError(f"there is no slot {index}")
     return _SLOTS_AT + index * SLOT_SIZE
 
 
 def limits_offset(index: int) -> int:
-    """The offset in the file of the limits in that slot."""
+    """Return the offset in the file of the limits in that slot."""
     return slot_offset(index) + _LIMITS_AT
 
 
 def devices_json(ids: Sequence[str]) -> bytes:
-    """The file ``devices.json``: the kubelet's ids of the container, with which vgpu-manager's
-    plugin compares those of a start.
+    """Return the file ``devices.json``: the kubelet's ids of the container, with which
+    vgpu-manager's plugin compares those of a start.
     """
     return json.dumps(list(ids), separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def _text(text: str, size: int) -> bytes:
-    """The text, cut between two characters so that it fits with a zero after it."""
+    """Return the text, cut between two characters so that it fits with a zero after it."""
     return text.encode()[: size - 1].decode(errors="ignore").encode()
 
 

@@ -239,7 +239,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
 
         Raises:
             RequestRefusedError: a card that the library has no place for or that is claimed twice,
-                or names that are no part of a path.
+                or names that cannot be part of a path.
             UnhealthyDeviceError: the memory of a claimed card is not known yet; a limit of 0 would
                 let nothing run.
         """
@@ -285,7 +285,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
         )
 
     def _written(self, target: ControlTarget) -> Iterator[str]:
-        """The files of the container that it writes, within its directory."""
+        """Yield the files that the container writes, as paths within its directory."""
         for card in sorted(target.cards, key=lambda card: card.index):
             yield f"{_LOCKS}/vgpu_{card.index}{_LOCK_SUFFIX}"
         if self.tracks_virtual_memory:
@@ -323,7 +323,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
         return environment
 
     def _read_only_mounts(self, target: ControlTarget, directory: str) -> Iterator[Mount]:
-        """The mounts that a container only reads."""
+        """Yield the mounts that a container only reads."""
         if self.processes == CLIENT:
             yield Mount(REGISTRY_DIRECTORY, registry_directory(self.host_directory), read_only=True)
         else:
@@ -373,7 +373,7 @@ def containers_directory(host_directory: str) -> str:
 
 
 def registry_directory(host_directory: str) -> str:
-    """The directory of the registry's socket and of the program that containers speak to it by."""
+    """The directory of the registry's socket and of the program by which containers speak to it."""
     return f"{host_directory}/registry"
 
 
@@ -399,8 +399,9 @@ def is_switched_on(value: str) -> bool:
 
 
 def may_be_disabled(setting: str, target: ControlTarget) -> bool:
-    """Tell whether a container may run without the library:
-    always, never, or when it has all memory of its cards, so that nobody else has a share.
+    """Tell whether a container may run without the library: always with the ``setting`` ``honor``,
+    with ``whole-gpus`` when it has all memory of its cards, so that nobody else has a share,
+    otherwise never.
     """
     if setting != "whole-gpus":
         return setting == "honor"
@@ -410,7 +411,7 @@ def may_be_disabled(setting: str, target: ControlTarget) -> bool:
 def slot_limit(
     card: CardLimit, policy: ComputePolicy, *, memory_ratio: float = 1.0, oversold: bool = False
 ) -> SlotLimit:
-    """The limits of one card of a container, as the library obeys them (vgpu-manager §7.7).
+    """Return the limits of one card of a container, as the library obeys them (vgpu-manager §7.7).
 
     The card's memory is offered ``memory_ratio`` times. With ``oversold`` the container may
     allocate more than the card has; the rest lies in the host's memory.
@@ -472,7 +473,7 @@ def _folder(path: str) -> str:
 
 
 def _writable(directory: str, path: str) -> HostFile:
-    """A file as the first process of the container would have made it, for any of its users.
+    """Return a file as the container's first process would have made it, writable for any user.
 
     Its space is taken beforehand, and its beginning is that of an initialised table, so that the
     library takes it as it is.

@@ -81,10 +81,10 @@ class SmUse(msgspec.Struct, frozen=True):
     Attributes:
         index: of the card on its host.
         own_percent: that of the container.
-        all_percent: that of all who use the card.
+        all_percent: that of all processes on the card.
         limit_percent: what the container may have just now.
         processes: the number of processes on the card, as the library has counted them.
-        sampled_ns: when; by the clock of the container's library.
+        sampled_ns: the time of the sample, in ns by the clock of the container's library.
     """
 
     index: int
@@ -96,12 +96,12 @@ class SmUse(msgspec.Struct, frozen=True):
 
 
 def vmem_head() -> bytes:
-    """The beginning of an empty ``vmem_node.config``."""
+    """Return the beginning of an empty ``vmem_node.config``."""
     return _HEAD.pack(VMEM_MAGIC, VMEM_VERSION, VMEM_USED, MAX_CARDS)
 
 
 def sm_node_head() -> bytes:
-    """The beginning of an empty ``sm_node.config``."""
+    """Return the beginning of an empty ``sm_node.config``."""
     return _HEAD.pack(SM_NODE_MAGIC, SM_NODE_VERSION, SM_NODE_USED, MAX_CARDS)
 
 
@@ -112,7 +112,7 @@ def read_vmem(size: int, read: Callable[[int, int], bytes]) -> tuple[Spilled, ..
 
     Args:
         size: of the file.
-        read: the bytes at (offset, length); fewer, when the file has become shorter.
+        read: returns the bytes at (offset, length); fewer, when the file has become shorter.
     """
     try:
         if reason := _why_unreadable(size, read, VMEM_SIZE, vmem_head()):

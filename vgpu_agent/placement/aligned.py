@@ -1,4 +1,4 @@
-"""Choose whole GPUs with NVLinks and PCI switches between them,
+"""NVIDIA's policy `aligned`: choose whole GPUs with NVLinks and PCI switches between them,
 such that the remaining GPUs are close to each other, too.
 
 Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. The scores and the goal
@@ -29,7 +29,7 @@ EXACT_GPUS = 8
 _PCI_SCORES = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
 _NVLINK_SCORE = 100  # of each direct link
 
-_Group = tuple[int, ...]  # indices into the available GPUs
+_Group = tuple[int, ...]  # of GPUs: their indices among the available ones
 
 
 def choose_group(
@@ -78,12 +78,12 @@ class _Search:
     def __init__(self, scores: Sequence[Sequence[int]], size: int) -> None:
         self._scores = scores
         self._size = size
-        self._within = functools.cache(self._sum)  # group → the score of its pairs together
+        self._group_score = functools.cache(self._sum)  # group → the score of its pairs together
         # GPUs → the score of their best division into groups
-        self._exactly = functools.cache(self._best_division)
+        self._exact_score = functools.cache(self._best_division)
 
     def best(self, required: _Group) -> _Group:
-        """The group with ``required`` in the best division;
+        """Return the group with ``required`` in the best division;
         of equally good ones, the group with the best score of its own, then the first.
         """
         count = len(self._scores)
@@ -92,10 +92,10 @@ class _Search:
         candidates: Iterable[_Group] = (
             self._all_groups(required) if exact else self._grown_groups(required)
         )
-        rest: Callable[[_Group], int] = self._exactly if exact else self._roughly
+        rest: Callable[[_Group], int] = self._exact_score if exact else self._rough_score
         chosen, best = everything[: self._size], (-1, -1)
         for group in candidates:
-            own = self._within(group)
+            own = self._group_score(group)
             total = own + rest(tuple(place for place in everything if place not in group))
             if (total, own) > best:
                 chosen, best = group, (total, own)
@@ -107,13 +107,13 @@ class _Search:
             yield tuple(sorted((*required, *more)))
 
     def _grown_groups(self, required: _Group) -> Iterable[_Group]:
-        """Groups that are grown from the required GPUs, or from each single GPU."""
+        """Return groups that are grown from the required GPUs, or from each single GPU."""
         everything = tuple(range(len(self._scores)))
         seeds = [required] if required else [(place,) for place in everything]
         return sorted({self._grown(seed, everything) for seed in seeds})
 
     def _grown(self, seed: _Group, among: _Group) -> _Group:
-        """``seed`` with the closest of ``among``, one after the other."""
+        """Return ``seed`` with the closest of ``among``, one after the other."""
         group, left = list(seed), [place for place in among if place not in seed]
         closeness = {place: sum(self._scores[place][member] for member in group) for place in left}
         while len(group) < self._size and left:
@@ -137,19 +137,19 @@ class _Search:
         groups = -(-len(places) // self._size)
         smallest = max(1, len(places) - self._size * (groups - 1))
         return max(
-            self._within((first, *more))
-            + self._exactly(tuple(place for place in others if place not in more))
+            self._group_score((first, *more))
+            + self._exact_score(tuple(place for place in others if place not in more))
             for size in range(smallest, min(self._size, len(places)) + 1)
             for more in itertools.combinations(others, size - 1)
         )
 
-    def _roughly(self, places: _Group) -> int:
+    def _rough_score(self, places: _Group) -> int:
         """Return the score of a division that is built greedily, each group from its closest
         GPUs.
         """
-        worth = 0
+        score = 0
         while places:
             group = self._grown(places[:1], places)
-            worth += self._within(group)
+            score += self._group_score(group)
             places = tuple(place for place in places if place not in group)
-        return worth
+        return score

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    # gets the way of a search (`EXHAUSTIVE` or `GREEDY`), and among how many devices it chose
+    # takes the way of a search (`EXHAUSTIVE` or `GREEDY`), and among how many devices it chose
     See = Callable[[str, int], None]
 
 MAX_SETS = 50_000
@@ -92,8 +92,8 @@ def best_set(
     }
     # of each device: the score of its links to ``beside``
     fixed = {one: sum(score(one, other) for other in beside) for one in devices}
-    different = {worth for by_other in scores.values() for worth in by_other.values()}
-    if len(different) == 1 and len(set(fixed.values())) == 1:
+    different_scores = {each for by_other in scores.values() for each in by_other.values()}
+    if len(different_scores) == 1 and len(set(fixed.values())) == 1:
         return tuple(devices[:count])
     is_greedy = math.comb(len(devices), count) > MAX_SETS
     if (see := _see.get()) is not None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Link
 
 ALIGNED = "aligned"  # whole devices with good links to each other
+# a replica is one of several ids of a GPU
 SPREAD = "spread"  # replicas of different GPUs
 ONE_GPU = "one-gpu"  # ids of one device only
 
@@ -56,12 +57,12 @@ class IdRequest(msgspec.Struct, frozen=True):
     ranks: Mapping[str, int] = msgspec.field(default_factory=dict)
 
     def rank(self, device: str) -> int:
-        """The rank of a device."""
+        """Return the rank of a device."""
         return self.ranks.get(device, OWN)
 
 
 def choose(policy: str, request: IdRequest) -> list[str]:
-    """The ids that ``policy`` (a name in `POLICIES`) takes.
+    """Return the ids that ``policy`` (a name in `POLICIES`) takes.
 
     Raises:
         CapacityError: there are not enough, or a required id is unknown. The caller then chooses
@@ -87,7 +88,7 @@ def _aligned(request: IdRequest) -> list[str]:
 
 
 def _of_lowest_ranks(request: IdRequest) -> list[str]:
-    """The available ids up to the lowest rank with which there are enough,
+    """Return the available ids up to the lowest rank with which there are enough,
     and the required ones.
     """
     required = set(request.required)

@@ -41,7 +41,7 @@ class DeviceDemand(msgspec.Struct, frozen=True):
         cores_percent: the compute that is asked of a device; 0 for none.
         text: the demand as the pod states it, for the message when too few devices have room.
         all_compute_is_exclusive: a container that asks for all compute of a device shares it with
-            no other, also where the others ask for none.
+            no other, even if the others ask for no compute.
     """
 
     count: int
@@ -68,10 +68,10 @@ def choose_rooms(
             the fewest containers.
         refused: device → the reason why this container must not get it, however much is free.
         gpu_uses: the GPUs by the families that use them (`ALONE`: no other family does), so that
-            each has a rank, from the best: this family has it, or it alone may; no family has it;
-            another family has it or waits for it (`OTHERS`). `BINPACK` orders by rank first. An
-            operator chooses `SPREAD` on purpose, so there the rank only puts the GPUs of `OTHERS`
-            last.
+            each has a rank, from the best: this family has the GPU, or no other family may use it;
+            no family has it; another family has it or waits for it (`OTHERS`). `BINPACK` orders by
+            rank first. An operator chooses `SPREAD` on purpose, so there the rank only puts the
+            GPUs of `OTHERS` last.
 
     Raises:
         CapacityError: too few fit; the text names the demand and what each device lacks.
@@ -98,11 +98,12 @@ def fitting_rooms(
     Raises:
         CapacityError: too few fit; the text names the demand and what each device lacks.
     """
+    # device → why it does not fit, empty if it does
     lacks = {room.device: (refused or {}).get(room.device) or lack(room, demand) for room in rooms}
     fitting = [room for room in rooms if not lacks[room.device]]
     if len(fitting) < demand.count:
         large_enough = sum(demand.memory_mib(room) <= room.memory_mib for room in rooms)
-        ever = "" if large_enough >= demand.count else ", also when it is empty"
+        ever = "" if large_enough >= demand.count else ", even when it is empty"
         raise CapacityError(
             f"{demand.text} cannot be placed on this node{ever}: {_reasons(rooms, lacks)}"
         )
@@ -115,14 +116,14 @@ def lack(room: DeviceRoom, demand: DeviceDemand) -> str:
     reasons = (
         (bool(room.trouble), room.trouble),  # why no container may get anything of it
         (room.exclusive, "a container holds all of it"),
-        (room.holders_free < 1, f"{room.holders} containers share it already, no more may"),
+        (room.holders_free < 1, f"{room.holders} containers share it already, the most allowed"),
         (
             memory_mib > room.memory_free_mib,
             f"{room.memory_free_mib} MiB free of {room.memory_mib}, {memory_mib} wanted",
         ),
         (
             demand.all_compute_is_exclusive and cores >= _WHOLE_PERCENT and room.holders > 0,
-            f"{cores} % of the compute needs it alone, and {room.holders} share it",
+            f"{cores} % of the compute needs the whole GPU; containers on it: {room.holders}",
         ),
         (
             cores > room.cores_free_percent,

@@ -1,5 +1,5 @@
 """The cards that a pod wants by their product names and UUIDs (vgpu-manager §4.1), on a node and
-for a scheduler. Pure functions; entries are in small letters.
+for a scheduler. Pure functions; entries are in lower case.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    Matches = Callable[[str, str], bool]
+    Matches = Callable[[str, str], bool]  # of a text in lower case, and an entry
 
 
 def is_included(text: str, entries: Sequence[str], matches: Matches) -> bool:
-    """Tell whether a text is what one of the entries wants; true where there is no entry."""
+    """Tell whether one of the entries matches a text; true where there is no entry."""
     return not entries or is_excluded(text, entries, matches)
 
 
 def is_excluded(text: str, entries: Iterable[str], matches: Matches) -> bool:
-    """Tell whether one of the entries means a text."""
+    """Tell whether one of the entries matches a text."""
     low = text.lower()
     return any(matches(low, entry) for entry in entries)
 
 
 def model_rule(*, substrings: bool) -> Matches:
-    """Return how entries match product names: with ``substrings``, ``A10`` also means ``A100``, as
-    for vgpu-manager.
+    """Return how entries match product names: with ``substrings``, ``A10`` also matches ``A100``,
+    as for vgpu-manager.
     """
     return has_text if substrings else _has_name
 

@@ -1,4 +1,5 @@
-"""Choose the replicas of shared GPUs for a container: spread over the GPUs, or packed onto few.
+"""Choose the replicas of shared GPUs for a container: spread over the GPUs, or packed onto few. A
+*replica* is one of several ids of a GPU.
 
 Called through the `nvidia` family for GetPreferredAllocation. The rules are NVIDIA's greedy ones
 (nvidia §6.2), with two differences: ties are broken by id, so equal requests get equal
@@ -35,7 +36,7 @@ def choose_replicas(
 
     Args:
         totals: how many replicas each device has, held or not.
-        device_of: the device behind an id.
+        device_of: id → its device.
         available: ids that may be chosen, in the order in which a device's replicas are to be used.
         required: ids that must be in the answer; they count as held.
         size: how many ids the container wants.

@@ -25,8 +25,8 @@ NUMA, NUMA_STRICT, LINK, LINK_STRICT = "numa", "numa-strict", "link", "link-stri
 POLICIES = (BINPACK, SPREAD)
 MODES = (NUMA, NUMA_STRICT, LINK, LINK_STRICT)
 
-# A tier is the cards that are joined by links of at least this type: NVLink, PCIe switch, NUMA
-# node, any; the best first (vgpu-manager §5.6).
+# A tier is a set of cards joined by links of at least this type: NVLink, PCIe switch, NUMA node,
+# any; the best first (vgpu-manager §5.6).
 NVLINK = 7
 _TIERS = (NVLINK, 4, 2, 1)
 # What the cards of a tier have instead of NVLinks: `Chosen.fallback`, a message to the pod's owner.
@@ -169,7 +169,7 @@ def _linked(
         ]
         if fitting:
             # The highest mean score counts, then the best links; max() takes the first of equal
-            # ones. The search among many cards takes long, so one group is not compared with none.
+            # ones. The search among many cards takes long, so a single group is taken without it.
             group = fitting[0]
             if len(fitting) > 1:
                 group = max(

@@ -66,6 +66,7 @@ _ANEW = "delete the pod so that it is scheduled anew"
 _SHOWN_CHARACTERS = 60  # of an annotation in an error
 
 
+# containers get their cards by index, in a variable
 BY_INDEX = ListOptions(id_strategy="index")
 
 
@@ -125,20 +126,22 @@ class VolcanoGpushareFamily:
     # -- offers ------------------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
-        """Own both names: the other may be in the kubelet's records after a change of strategy."""
+        """Own both names for certain, whatever the ids are: the other may be in the kubelet's
+        records after a change of strategy.
+        """
         return (
             Ownership.CERTAIN if resource in (MEMORY_RESOURCE, NUMBER_RESOURCE) else Ownership.NONE
         )
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """Return one resource: ``<card>-<unit>`` for each unit of a card's memory, both as
-        numbers, or the cards' UUIDs (volcano-gpushare S1, S4, S5).
+        """Return one resource. Its ids are ``<card>-<unit>``, two numbers, for each unit of a
+        card's memory, or the cards' UUIDs (volcano-gpushare S1, S4, S5).
 
         Raises:
             OfferError: the cards differ in size, or the list of ids would not fit into a message to
                 the kubelet, or a unit into a card.
         """
-        numbered = inventory.numbered
+        numbered = inventory.numbered  # number → card
         self._numbers = {gpu.uuid: number for number, gpu in numbered.items()}
         if not numbered:
             return ()
@@ -195,8 +198,9 @@ class VolcanoGpushareFamily:
         )
 
     def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """UUIDs of the cards that ``volcano.sh/gpu-index`` names and that are not in MIG mode, by
-        container: they are claimed for the pod. Empty where the pod needs more than the node has.
+        """Return container → the UUIDs of its cards that ``volcano.sh/gpu-index`` names and that
+        are not in MIG mode: they are claimed for the pod. Empty where the pod needs more than the
+        node has.
         """
         text, name = pod.annotations.get(GPU_INDEX), self._resource_name
         if text is None or not 0 < (needed := units(pod, name)) <= self._most_units(inventory):
@@ -206,7 +210,7 @@ class VolcanoGpushareFamily:
             count = container.limits.get(name, 0)
             if (
                 container.kind is ContainerKind.INIT
-                or name in container.unreadable_limits
+                or name in container.unreadable_limits  # those that are not whole numbers
                 or not 0 < count <= needed
             ):
                 continue
@@ -286,6 +290,7 @@ class VolcanoGpushareFamily:
         if GPU_INDEX not in pod.annotations and (indices := self._indices(pod, served)):
             desired_state[GPU_INDEX] = indices
             if PREDICATE_TIME not in pod.annotations:
+                # `reserved_at`: unix seconds, here written in nanoseconds
                 desired_state[PREDICATE_TIME] = (
                     f"{int(min(grant.reserved_at for grant in served.values()) * 1e6)}000"
                 )
@@ -310,10 +315,11 @@ class VolcanoGpushareFamily:
         return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity=capacity)
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """The counts from which the scheduler computes number and size of the cards, the cards that
-        it must not use, and the release of its lock.
+        """Return the counts from which the scheduler computes number and size of the cards, the
+        cards that it must not use, and the removal of its lock if that is stale.
         """
         rooms = view.rooms.get(self._resource_name)
+        # stale: the last Allocate, at `allocated_at`, came after the lock, or the lock is too old
         lock = view.locks.desired_state(
             view.node,
             NODE_LOCK,
@@ -355,9 +361,9 @@ class VolcanoGpushareFamily:
             FAMILY,
             ids,
             holders_per_device=holders_per_device,
-            pre_start_required=True,
+            pre_start_required=True,  # the kubelet is to call PreStartContainer
             decided_by=Decider.POD,
-            offers_preference=False,
+            offers_preference=False,  # the kubelet need not ask which ids suit best
             ids_setting=ids_setting,  # named where there are too many ids
             requires_mig_off=True,
         )
@@ -401,8 +407,8 @@ class VolcanoGpushareFamily:
             raise OfferError({MEMORY_RESOURCE: f"{ids_made} {problem}; {remedy}"})
 
     def _factor(self, inventory: Inventory) -> int:
-        """MiB in one id. For whole cards it is the number by which the count of cards is multiplied
-        in ``VOLCANO_GPU_ALLOCATED``, as the replaced plugin does; 1 unless it is set.
+        """Return the MiB in one id. For whole cards it is the number by which the count of cards is
+        multiplied in ``VOLCANO_GPU_ALLOCATED``, as the replaced plugin does; 1 unless it is set.
         """
         if self._options.factor:
             return self._options.factor
@@ -421,7 +427,7 @@ class VolcanoGpushareFamily:
         )
 
     def _most_units(self, inventory: Inventory) -> int:
-        """Return what a pod can have at most: the cards, or the units of one card."""
+        """Return the most units that a pod can have: the cards, or the units of one card."""
         if self._options.strategy == NUMBER:
             return len(inventory.gpus)
         return _size_mib(inventory.numbered) // self._factor(inventory)
@@ -533,7 +539,7 @@ class VolcanoGpushareFamily:
         )
 
     def _by_place(self, pod: Pod, shares: Mapping[str, Sequence[Share]]) -> dict[int, str]:
-        """Position among the pod's cards → the UUID of the card that one of its containers has."""
+        """Map each position among the pod's cards to the UUID of the card that a container has."""
         first = first_units(pod, self._resource_name)
         return {
             first[name] + offset: share.device
@@ -582,6 +588,9 @@ def _free_mib(room: DeviceRoom, size_mib: int) -> int:
 
 
 def _unplaced(question: Question, reason: CapacityError, switch: str) -> CapacityError:
+    """Return the refusal of a pod that this agent has to place and cannot; ``switch`` is the option
+    of Volcano's scheduler with which that would place it.
+    """
     return CapacityError(
         f"pod {question.pod.full_name} has no {GPU_INDEX}, so this agent places it, and cannot: "
         f"{reason}. A Volcano scheduler with {switch}: true in its deviceshare plugin would choose "

@@ -28,6 +28,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     if not settings.is_on(FAMILY):
         return BuiltFamily()
     return BuiltFamily(
+        # `pod_lists`: how containers get their devices in families whose pods decide
         pod_families=(
             VolcanoGpushareFamily(
                 VolcanoGpushareOptions.from_settings(settings, lists=facts.pod_lists)
@@ -42,10 +43,10 @@ SPEC = FamilySpec(
     needs_api_server=True,
     resource_prefixes=(MEMORY_RESOURCE, NUMBER_RESOURCE),
     annotations=(GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
-    # of containers, which the family has to know of
+    # a pattern for the variables of containers that the family must know of
     variables="VOLCANO_GPU_(ALLOCATED|MEMORY_TOTAL)",
-    # written after those by which schedulers count
+    # only shows how far a start has come; written after the annotations that schedulers count by
     progress_annotations=frozenset({GPU_ASSIGNED}),
-    # taken off when a pod is recreated
+    # removed when a pod is recreated
     stale_keys=lambda _: (GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
 )

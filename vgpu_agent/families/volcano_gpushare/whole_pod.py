@@ -29,8 +29,8 @@ _INDICES = re.compile(r"\A(0|[1-9][0-9]{0,2})(,(0|[1-9][0-9]{0,2})){0,999}\Z", r
 
 
 def parse_indices(text: str) -> list[int] | None:
-    """The numbers in the annotation, in its order;
-    None when it is no list of numbers (volcano-gpushare §3).
+    """Return the numbers in the annotation, in its order;
+    None when it is not a list of numbers (volcano-gpushare §3).
     """
     return [int(index) for index in text.split(",")] if _INDICES.match(text) else None
 
@@ -70,6 +70,7 @@ def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:
         CapacityError: no device has that much; the text names what each of them has.
     """
     for room in rooms:
+        # `trouble`: why no container may get anything of the device
         if not room.trouble and not room.exclusive and room.memory_free_mib >= memory_mib:
             return room
     raise CapacityError(

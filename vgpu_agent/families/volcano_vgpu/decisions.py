@@ -4,7 +4,8 @@ check it against the pod's request and this node.
 The scheduler's decision is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good
 (volcano-vgpu §3). It has one *segment* for each regular container that asks for GPUs, in their
 order (volcano-vgpu D3): the GPUs of that container, each with its compute in percent and its memory
-in units of `Offer.factor` MiB. `Offer.units` has the memory of each GPU of this node in such units.
+in units of `Offer.factor` MiB. `Offer`, from the module `offer`, describes the GPUs of this node;
+`Offer.units` has the memory of each in such units.
 
 A `Question` is about one container: it has its pod, the ids that the kubelet gave it, and what each
 device has left. The container is known from the kubelet's records, not guessed. Every user who may
@@ -136,9 +137,9 @@ def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tupl
         count = container.limits.get(offer.names.number, 0)
         if not 0 < count <= len(offer.units):  # users may write any number there
             continue
-        number = Resource(offer.names.number, FAMILY, ids=())
+        resource = Resource(offer.names.number, FAMILY, ids=())
         asked = Question(
-            number,
+            resource,
             pod,
             container.name,
             ids=("",) * count,  # only their number counts here
@@ -162,8 +163,8 @@ def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tupl
 def refused(
     pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY
 ) -> RequestRefusedError:
-    """The one form of every refusal: the pod, ``key`` and ``value`` of the annotation, what is
-    wrong, what to do.
+    """Return a refusal in the form that all have: the pod, ``key`` and ``value`` of the annotation,
+    what is wrong, what to do.
     """
     return RequestRefusedError(
         f"pod {pod.full_name}: annotation {key}={quoted(value)}: {problem}; {remedy}"

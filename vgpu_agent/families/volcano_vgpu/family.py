@@ -112,8 +112,8 @@ class VolcanoVgpuFamily:
         return left_out(inventory, self._options)
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Refuse a number of GPUs above that of the node, because each must be another GPU
-        (volcano-vgpu §8).
+        """Refuse a number of GPUs above that of the node, because each must be a different
+        GPU (volcano-vgpu §8).
 
         Raises:
             RequestRefusedError: the node has fewer GPUs.
@@ -199,7 +199,7 @@ class VolcanoVgpuFamily:
                 WANTED_MODE,
                 wanted,
                 f"this node shares GPUs as {mode}",
-                "choose another node, or take the annotation away",
+                "choose another node, or remove the annotation",
             )
 
     def _refused_gpus(self, question: Question) -> dict[str, str]:

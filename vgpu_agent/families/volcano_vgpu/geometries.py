@@ -2,9 +2,8 @@
 into which groups of MIG instances a GPU of a model may be divided.
 
 Scheduler and agent read the same text, and an annotation names an instance by its position in it
-(volcano-vgpu §4.3, §5.1). So it is taken whole or not at all: in a part of it, a position would be
-another instance.
-Called by `files`; the family `volcano-vgpu` works with the result.
+(volcano-vgpu §4.3, §5.1). So it is taken whole or not at all: in a part of it, a position would
+mean another instance. Called by `files`; the family `volcano-vgpu` works with the result.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from vgpu_agent.config.problems import shown, shown_key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Problem = Callable[[str, str], None]
+    Problem = Callable[[str, str], None]  # takes (path, the expectation and the value found)
 
 # The group in ``GPU-…[group-position]``, without the characters at which annotations are split.
 _GROUP = re.compile(r"[^-\[\],;:\s]{1,63}\Z")
@@ -62,7 +61,7 @@ def read_geometries(path: str, value: Any, problem: Problem) -> tuple[ModelGeome
     Args:
         path: its place in the file.
         value: plain lists and mappings.
-        problem: takes (path, the expectation and the value found).
+        problem: takes each fault (`Problem`).
     """
     if value is None or value == []:
         return ()

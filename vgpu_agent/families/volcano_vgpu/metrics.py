@@ -1,10 +1,10 @@
 """The metrics of the family, which have the names of volcano-vgpu-device-plugin's monitor,
-so that its dashboards go on working.
+so that its dashboards keep working.
 
 They exist only while the family is on, because a cluster that keeps its plugin may have other
 exporters that use the same names. Names, labels and units are those of volcano-vgpu §6.
 `Device_memory_desc_of_container` is left out: four of its labels are numbers of bytes, so that each
-change of memory is one more series; its value is that of `vGPU_device_memory_usage_in_bytes`.
+change of memory adds a series; its value is that of `vGPU_device_memory_usage_in_bytes`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _memory_used(usage: GpuUsage) -> float | None:
 
 
 def _since_last_kernel(usage: ContainerUsage, now: float) -> float | None:
-    """Seconds since the container launched a kernel;
+    """Return the seconds since the container launched a kernel;
     a container and the agent have the same clock.
     """
     return max(0.0, now - usage.last_kernel_at) if usage.last_kernel_at else None

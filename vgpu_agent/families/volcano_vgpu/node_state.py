@@ -30,8 +30,8 @@ _SEPARATORS = re.compile(r"[,:\s]+")
 
 
 def card_type(gpu: Gpu) -> str:
-    """The type of a card as pods select it: ``NVIDIA-NVIDIA A10``;
-    without the separators of the annotation that a product name may have.
+    """Return the type of a card as pods select it: ``NVIDIA-NVIDIA A10``;
+    without characters of the product name that would separate fields of the annotation.
     """
     return TYPE_PREFIX + _SEPARATORS.sub(" ", gpu.name).strip()
 
@@ -44,8 +44,8 @@ def register_text(
     available: Mapping[str, bool],
     mode: str,
 ) -> str:
-    """The register annotation: one entry for each GPU, in the order of ``gpus``, which is the order
-    in which schedulers count (volcano-vgpu §2.1).
+    """Return the register annotation: one entry for each GPU, in the order of ``gpus``, which is
+    the order in which schedulers count GPUs (volcano-vgpu §2.1).
 
     ``units`` has the memory of each GPU in units of the memory resource, ``split`` is the number of
     containers that may share one GPU, and ``available`` says by UUID which GPUs new containers may

@@ -178,7 +178,7 @@ def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu,
 
 
 def offer_of(inventory: Inventory, options: VolcanoVgpuOptions) -> Offer:
-    """The unit of memory, and each GPU's memory in it."""
+    """Return the unit of memory, and each GPU's memory in it."""
     gpus = shared_gpus(inventory, options)
     # where even `LARGEST_FACTOR`, the limit of the settings, makes the list too long, it is refused
     factor = options.factor or _fitting_factor(gpus, options) or LARGEST_FACTOR
@@ -217,9 +217,9 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
             holders_per_device=options.split,
             memory_scaling=options.memory_scaling,
             cores_scaling=options.cores_scaling,
-            pre_start_required=True,
+            pre_start_required=True,  # the kubelet is to call PreStartContainer
             decided_by=Decider.POD,  # by the pod's limits and annotations, not by the ids
-            offers_preference=False,
+            offers_preference=False,  # the kubelet need not ask which ids suit best
             # named where there are too many ids
             ids_setting=options.place_of("deviceSplitCount"),
         ),
@@ -284,7 +284,7 @@ def _counted(name: str, ids: NumberedIds, ids_setting: str) -> Resource:
 
 
 def _units(gpu: Gpu, scaling: float, factor: int) -> int:
-    """A GPU's memory: MiB, times the scaling, in whole units."""
+    """Return a GPU's memory: MiB, times the scaling, in whole units."""
     return int(gpu.memory_mib * scaling) // factor
 
 
@@ -293,7 +293,7 @@ def _memory_ids(gpus: Sequence[Gpu], offer: Offer) -> NumberedIds:
 
 
 def _ids(gpus: Sequence[Gpu], infix: str, count: Callable[[Gpu], int]) -> NumberedIds:
-    """``<UUID><infix><n>``, as many for each GPU as ``count`` says, without topology."""
+    """Return ids ``<UUID><infix><n>``, ``count`` for each GPU, without NUMA nodes."""
     return NumberedIds(
         tuple(
             IdBlock(f"{gpu.uuid}{infix}", count(gpu), device=gpu.uuid)

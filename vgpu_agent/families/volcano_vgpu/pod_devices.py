@@ -61,8 +61,8 @@ Segment = tuple[Assigned, ...]
 
 
 def parse_pod_devices(text: str) -> tuple[Segment, ...]:
-    """The GPUs of each container that asks for some, in the order of the pod; a container that has
-    none yet has an empty segment.
+    """Return the GPUs of each container that asks for some, in the order of the pod; a container
+    that has none yet has an empty segment.
 
     Raises:
         DevicesTextError: an entry has another form; the message shows it.

@@ -54,8 +54,7 @@ def desired_annotations(
             stays, and without one the grant's shares are written.
     """
     if failed:
-        # What is left to allocate stays as it was; a pod without a scheduler's decision is left
-        # alone.
+        # `TO_ALLOCATE` stays as it was; a pod without a scheduler's decision is left alone.
         desired_state = (
             {PHASE: FAILED, TIME: NEVER}
             if PHASE in pod.annotations or DECISION in pod.annotations

@@ -61,8 +61,8 @@ class ContainerRequest(msgspec.Struct, frozen=True):
     """The request of a container on each of its GPUs.
 
     Attributes:
-        memory_units: memory in the node's units of `Offer.factor` MiB; None where a percentage or
-            the whole GPU is asked for.
+        memory_units: memory in the node's units (of `volcano_vgpu.offer.Offer.factor` MiB); None
+            where a percentage or the whole GPU is asked for.
         memory_percent: 1…100 of a GPU's memory where no number of units counts; 100 when the
             container says nothing.
         cores_percent: of a GPU's compute; 0 where none is asked for.
@@ -81,7 +81,7 @@ class ContainerRequest(msgspec.Struct, frozen=True):
         )
 
     def most_units_on(self, card_units: int) -> int:
-        """The same rounded up, for schedulers that round a percentage the other way."""
+        """Return the same, rounded up: some schedulers round a percentage up."""
         return (
             -(-card_units * self.memory_percent // 100)
             if self.memory_units is None
@@ -89,7 +89,7 @@ class ContainerRequest(msgspec.Struct, frozen=True):
         )
 
     def text(self, names: Names) -> str:
-        """Return the request for messages, with what counts where the pod says nothing."""
+        """Return the request as text for messages, with the defaults where the pod says nothing."""
         memory = (
             f"{names.memory}: {self.memory_units}"
             if self.memory_units is not None
@@ -109,35 +109,34 @@ def read_request(pod: Pod, container: PodContainer, names: Names) -> ContainerRe
             container, key and value.
     """
 
-    def limit(name: str, *, most: int, unit: str) -> int:
-        """Return the limit, 0 where there is none; ``unit`` tells in an error what is expected."""
+    def limit(name: str, *, most: int, expected: str) -> int:
+        """Return the limit, 0 where there is none; ``expected`` is for the error."""
         if name in container.unreadable_limits:
-            raise _refused(pod, container, name, container.unreadable_limits[name], unit)
+            raise _refused(pod, container, name, container.unreadable_limits[name], expected)
         value = container.limits.get(name, 0)
         if not 0 <= value <= most:
-            raise _refused(pod, container, name, str(value), unit)
+            raise _refused(pod, container, name, str(value), expected)
         return value
 
-    cores = limit(names.cores, most=100, unit="percent of one GPU's compute, 0 to 100")
+    cores = limit(names.cores, most=100, expected="percent of one GPU's compute, 0 to 100")
     memory = limit(
         names.memory,
         most=2**31 - 1,
-        unit="a plain number of memory units of this node, such as 3000, without Mi or Gi",
+        expected="a plain number of memory units of this node, such as 3000, without Mi or Gi",
     )
     if names.percentage in container.limits or names.percentage in container.unreadable_limits:
-        percent = limit(names.percentage, most=100, unit="percent of one GPU's memory, 1 to 100")
+        expected = "percent of one GPU's memory, 1 to 100"
+        percent = limit(names.percentage, most=100, expected=expected)
         if percent == 0:
-            raise _refused(
-                pod, container, names.percentage, "0", "percent of one GPU's memory, 1 to 100"
-            )
+            raise _refused(pod, container, names.percentage, "0", expected)
         return ContainerRequest(None, percent, cores)
     return ContainerRequest(memory or None, 100, cores)
 
 
 def _refused(
-    pod: Pod, container: PodContainer, name: str, value: str, unit: str
+    pod: Pod, container: PodContainer, name: str, value: str, expected: str
 ) -> RequestRefusedError:
     return RequestRefusedError(
         f"pod {pod.full_name}, container {container.name}: {name} is {quoted(value, 40)}; expected "
-        f"{unit}"
+        f"{expected}"
     )

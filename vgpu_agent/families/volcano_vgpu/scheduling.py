@@ -56,7 +56,10 @@ _MAX_ENTRIES = 64  # of a list in an annotation
 
 
 class VolcanoScheduling:
-    """See `SchedulingFamily`; no state of its own."""
+    """Volcano's side of `SchedulingFamily`, the interface of the scheduler extender to a family.
+
+    State: none.
+    """
 
     def __init__(self, names: Names, options: SchedulingOptions = DEFAULTS) -> None:
         """Build it for resources of these names; ``options`` are the operator's decisions on how
@@ -81,7 +84,7 @@ class VolcanoScheduling:
 
     @property
     def role_label(self) -> str:
-        """Empty: Volcano has no label that says which of several extenders leads."""
+        """An empty name: Volcano has no label that says which of several extenders leads."""
         return ""
 
     @property
@@ -173,6 +176,7 @@ class VolcanoScheduling:
             exclude_types=() if included else _entries(pod, NO_TYPE),
             include_uuids=_entries(pod, USE_UUID),
             exclude_uuids=_entries(pod, NO_UUID),
+            # True: ``A10`` also matches ``A100``
             types_match_substrings=self._options.types_match_substrings,
         )
         return PodDemand(demand, tuple(each.name for each in asking))
@@ -190,9 +194,9 @@ class VolcanoScheduling:
     def read_holding(self, pod: Pod) -> Holding | None:
         """Return the cards that a pod holds by its annotations; None if there are none. Only the
         annotation `DECISION` counts, the chosen cards, which schedulers write once, and only of
-        bound pods (volcano-vgpu §8). It counts up to as many
-        segments (the parts of the annotation, one for each container) as containers ask for cards:
-        any user can write more, and the kubelet gives other containers no device.
+        bound pods (volcano-vgpu §8). Of its segments (its parts, one for each container), those
+        beyond the number of containers that ask for cards do not count: any user can write more,
+        and the kubelet gives other containers no device.
         """
         text = pod.annotations.get(DECISION, "")
         asking = len(self._names.asking(pod))
@@ -216,7 +220,9 @@ class VolcanoScheduling:
     def when_bound(
         self, wanted: PodDemand, holding: Holding, numbers: Mapping[str, int], now_ns: int
     ) -> DesiredPod:
-        """Return the six annotations that Volcano's scheduler writes (volcano-vgpu §3.1, G3)."""
+        """Return the six annotations that Volcano's scheduler writes when it binds a pod
+        (volcano-vgpu §3.1, G3).
+        """
         del wanted, numbers
         devices = SEGMENT_END.join(
             write_segment(Assigned(card.uuid, card.memory_mib, card.cores_percent) for card in each)
@@ -237,7 +243,9 @@ class VolcanoScheduling:
 
 
 def _card(fields: list[str]) -> Card:
-    """Read an entry; a number that is none counts as 0, as for schedulers (volcano-vgpu §2.2)."""
+    """Read an entry; a text that is not a number counts as 0, as for schedulers (volcano-vgpu
+    §2.2).
+    """
     _, count, memory, model, health, *_ = fields
     healthy = health.strip() in {"1", "t", "T", "true", "TRUE", "True"}
     return Card(

@@ -60,7 +60,7 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         Meta(description="The resource that counts memory in units of `gpuMemoryFactor` MiB."),
     ] = "volcano.sh/vgpu-memory"
     cores_resource: Annotated[
-        VolcanoName, Meta(description="The resource that counts percents of a GPU's compute.")
+        VolcanoName, Meta(description="The resource that counts percent of a GPU's compute.")
     ] = "volcano.sh/vgpu-cores"
     memory_percentage_resource: Annotated[
         VolcanoName,
@@ -138,7 +138,7 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
             extra={"expected": "the name of a namespace (lower case letters, digits and '-')"},
             description=(
                 "Where that ConfigMap is looked for first, before kube-system and volcano-system. "
-                "The agent's role must allow to read it there. Empty: only in those two."
+                "The agent's role must allow reading it there. Empty: only in those two."
             ),
         ),
     ] = ""

@@ -109,6 +109,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     options = msgspec.structs.replace(options, set_in=set_in)
     strategy, problem = static_mig_strategy(settings, vgpu)
     problems += [f"volcanoVgpu.migStrategy: {problem}"] if problem else []
+    # `divides`: the program that divides GPUs is installed
     if vgpu.operating_mode == MIG and not facts.divides:
         problems.append(
             f"volcanoVgpu.migParted: there is no program {vgpu.mig_parted} here, so no GPU can be "
@@ -142,9 +143,9 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
             if options.mode == MIG
             else VolcanoVgpuFamily(options, backend),
         ),
-        idle=() if static else not_offered,
+        idle=() if static else not_offered,  # ids that are still held are read, none are offered
         problems=tuple(problems),
-        in_force=msgspec.structs.asdict(vgpu),
+        in_force=msgspec.structs.asdict(vgpu),  # the settings with the files applied
         origins=files.origins,
         blocked=_blocked(vgpu, facts),
         limits=_limits(vgpu),
@@ -310,7 +311,7 @@ SPEC = FamilySpec(
         NO_UUID,
         BIND_TIME,
     ),
-    # of containers, which the family has to know of
+    # a pattern for the variables of containers that the family must know of
     variables=(
         "CUDA_(DISABLE_CONTROL|REDIRECT|DEVICE_MEMORY_LIMIT(_\\d{1,2})?|DEVICE_SM_LIMIT(_\\d{1,"
         "2})?|DEVICE_MEMORY_SHARED_CACHE|OVERSUBSCRIBE|TASK_PRIORITY)|GPU_CORE_UTILIZATION_POLICY|"
@@ -321,16 +322,17 @@ SPEC = FamilySpec(
     library=LibraryUse(
         HAMI_CORE,
         is_wanted=_wants_library,
+        # what else can be done where there is no library, as the end of a sentence
         instead="or set volcanoVgpu.isolation to none, which shares without any limit",
     ),
     metrics=METRICS,
-    # of the Node; messages name them, since the removal of the agent takes them off
+    # of the Node; messages name them, because they are removed with the agent
     node_annotations=("volcano.sh/node-vgpu-*",),
     # They only show how far the start of a pod has come. Those by which schedulers count what is
     # free are written first.
     progress_annotations=frozenset({PHASE, TIME, TO_ALLOCATE}),
     parts=(STATIC_MIG_FAMILY,),  # grants of existing instances have this name instead
-    # taken off when a pod is recreated
+    # removed when a pod is recreated
     stale_keys=lambda _: (NODE, PHASE, TIME, DECISION, TO_ALLOCATE, BIND_TIME),
     # the extender places its pods only where the operator asks for it
     scheduling=SchedulingPart(_scheduling, by_default=False),

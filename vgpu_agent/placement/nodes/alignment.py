@@ -9,14 +9,13 @@ rails of their cards, their components, and the domains of these.
 
 The anchor determines sets of cards on each Node, and the pod goes to the first set with room: cards
 on the peers' rails, then the component of a peer on this Node, or else a component of the same
-domain as the peers' components on other Nodes. With ``link-strict``, the topology mode in which a
-pod asks for that, it does not go to a Node where no such set has room. Otherwise it may get any
-cards there.
+domain as the peers' components on other Nodes. With the topology mode ``link-strict``, it does not
+go to a Node where no such set has room. Otherwise it may get any cards there.
 
-A Node with such a set is better than one without, and among those with one, a Node with peers is.
-For the first pod of a group, and among equally good Nodes, the number of waiting peers counts that
-would find room on the same cards. vgpu-manager does not look ahead (vgpu-manager §12.3). Nothing is
-reserved for peers: two half-placed gangs would block each other.
+A Node with such a set is better than one without, and among those with one, a Node with peers is
+better. For the first pod of a group, and among equally good Nodes, what counts is the number of
+waiting peers that would find room on the same cards. vgpu-manager does not look ahead (vgpu-manager
+§12.3). Nothing is reserved for peers: two half-placed gangs would block each other.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ Domain = frozenset[str] | int
 ANYWHERE, ELSEWHERE, TOGETHER = range(3)
 
 
-# The largest number of different Nodes on which a survey tries to place the pod: each takes a tenth
-# of a millisecond, and other filter calls wait.
+# The largest number of different Nodes on which `survey_aligned` tries to place the pod: each takes
+# a tenth of a millisecond, and other filter calls wait.
 _MAX_SEARCHED = 128
 
 
@@ -65,13 +64,13 @@ class Anchor(msgspec.Struct, frozen=True):
     Attributes:
         rails: the rails of most peers; empty where none are known.
         domain: the domain of most peers; None where no peer is in a component.
-        here: Node → component → the number of peers in it.
+        by_component: Node → component → the number of peers in it.
         peers: Node → the number of peers on it.
     """
 
     rails: frozenset[str] = frozenset()
     domain: Domain | None = None
-    here: Mapping[str, Mapping[Component, int]] = {}
+    by_component: Mapping[str, Mapping[Component, int]] = {}
     peers: Mapping[str, int] = {}
 
 
@@ -121,7 +120,7 @@ def anchor_of(book: Book, peers: Iterable[str]) -> Anchor:
     """Return the anchor that the pods with these UIDs give; pods without cards do not count."""
     rails: collections.Counter[frozenset[str]] = collections.Counter()
     domains: collections.Counter[Domain] = collections.Counter()
-    here: dict[str, collections.Counter[Component]] = {}
+    by_component: dict[str, collections.Counter[Component]] = {}
     on_node: collections.Counter[str] = collections.Counter()
     for uid in peers:
         name = book.node_of(uid)
@@ -134,11 +133,11 @@ def anchor_of(book: Book, peers: Iterable[str]) -> Anchor:
             rails[frozenset(view.rails[card] for card in cards) - {""}] += 1
         for place, component in enumerate(components_of(view.hardware)):
             if cards & set(component):
-                here.setdefault(name, collections.Counter())[component] += 1
+                by_component.setdefault(name, collections.Counter())[component] += 1
                 domains[_domain(view, place, component)] += 1
     del rails[frozenset()]
     del domains[frozenset()]
-    return Anchor(_most(rails, _text) or frozenset(), _most(domains, _text), here, on_node)
+    return Anchor(_most(rails, _text) or frozenset(), _most(domains, _text), by_component, on_node)
 
 
 def card_sets_near(
@@ -161,9 +160,10 @@ def card_sets_near(
         on_rails = tuple(card for card, rail in enumerate(view.rails) if rail in anchor.rails)
         if on_rails:
             found.append((TOGETHER if is_here else ELSEWHERE, on_rails))
-    if own := anchor.here.get(name):
+    if counts := anchor.by_component.get(name):
         found += [
-            (TOGETHER, component) for component in sorted(own, key=lambda each: (-own[each], each))
+            (TOGETHER, component)
+            for component in sorted(counts, key=lambda each: (-counts[each], each))
         ]
     else:
         found += [
@@ -194,9 +194,9 @@ def choose_aligned(
     # its quality and name, the pod's cards there, and what these have instead of the links or the
     # NUMA node that the topology mode asks for
     best: tuple[_Key, str, Holding, str] | None = None
-    beside = [name for name in ranks if name in anchor.peers]
+    with_peers = [name for name in ranks if name in anchor.peers]
     elsewhere = [name for name in ranks if name not in anchor.peers]
-    for group in (beside, elsewhere):
+    for group in (with_peers, elsewhere):
         if best is not None and best[0].nearness == TOGETHER:
             break  # no other Node is better
         views = {name: view for name in group if (view := book.cards_in_use(name)) is not None}
@@ -228,7 +228,8 @@ def choose_aligned(
 
 def too_far(book: Book, demand: Demand, names: Iterable[str], peers: Collection[str]) -> set[str]:
     """Return those of the named Nodes that a pod must not go to, because it would be too far from
-    its peers there. Each of them has room for the pod by `Book`. Arguments as in `choose_aligned`.
+    its peers there. Each of them has room for the pod according to `Book`. Arguments as in
+    `choose_aligned`.
     """
     if (search := _strict_search(book, demand, peers)) is None:
         return set()
@@ -237,14 +238,14 @@ def too_far(book: Book, demand: Demand, names: Iterable[str], peers: Collection[
 
 
 def survey_aligned(
-    book: Book, demand: Demand, peers: Collection[str], named: Iterable[Reason] = ()
+    book: Book, demand: Demand, peers: Collection[str], call_reasons: Iterable[Reason] = ()
 ) -> Survey:
     """Compare a demand with all Nodes as `Book.survey` does: tell whether a Node may take the pod,
-    and why the others cannot. Also check the nearness to peers. ``named`` has why the
-    Nodes of kube-scheduler's call refused the pod: that is the answer for a demand that names cards
-    by UUID.
+    and why the others cannot. Also check the nearness to peers. For a demand that names cards by
+    UUID nothing is compared: the result has only ``call_reasons``, why the Nodes of
+    kube-scheduler's call refused the pod, and says that others may fit.
     """
-    found = book.survey(demand, named)
+    found = book.survey(demand, call_reasons)
     # A demand that names cards by UUID would have to be compared with each Node, which takes long.
     if not found.may_fit or demand.names_cards:
         return found
@@ -431,7 +432,7 @@ def _copies(container: ContainerDemand, hardware: Hardware, card: Card, taken: A
         return 1
     slots, memory, cores = taken
     copies = [card.slots - slots]
-    # the factor is the MiB in one unit of memory, as pods on this Node ask for it
+    # `memory_factor`: the size of one unit of a pod's request (`Hardware`)
     if wanted := container.memory_mib(card.memory_mib, hardware.memory_factor):
         copies.append((card.memory_mib - memory) // wanted)
     if container.cores_percent:
@@ -440,7 +441,7 @@ def _copies(container: ContainerDemand, hardware: Hardware, card: Card, taken: A
 
 
 def _fitting(number: int, copies: Sequence[int]) -> int:
-    """Return how many containers with ``number`` different cards each there are room for."""
+    """Return how many containers with ``number`` different cards each there is room for."""
     low, high = 0, sum(copies) // number
     while low < high:
         middle = (low + high + 1) // 2

@@ -212,7 +212,7 @@ def why_not(
 
     Args:
         container: what it asks for; if ``alone``, no other container may be on its cards.
-        hardware: the Node's cards, and how many MiB one unit of memory is in requests there.
+        hardware: the Node's cards, and the size of one unit of memory in requests there.
         card: one of them.
         taken: what others take of it.
     """

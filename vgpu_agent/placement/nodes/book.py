@@ -79,7 +79,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """The answer of all Nodes together to a demand.
+    """The answer of all Nodes together to a demand (not of the module `survey`).
 
     Attributes:
         may_fit: a Node has room, or it would take too long to tell.
@@ -192,7 +192,7 @@ class _StateLimit:
     __slots__ = ("_kinds", "_number")
 
     def __init__(self, kinds: Mapping[Hardware, _States]) -> None:
-        # the states of each hardware, and the number of all
+        # the states of each hardware, and the number of all states
         self._kinds, self._number = kinds, 0
 
     def take(self) -> None:
@@ -465,14 +465,14 @@ class Book:
             found[name] = None if reason is None else Refusal(reason, verdict.cards)
         return found
 
-    def survey(self, demand: Demand, named: Iterable[Reason]) -> Survey:
+    def survey(self, demand: Demand, call_reasons: Iterable[Reason]) -> Survey:
         """Compare a demand with all Nodes with cards, not only with those that a scheduler has
         named; if no Node has cards, return why. A demand that names cards by UUID would have to be
-        compared with each Node. So for such a demand the result has the reasons in ``named``, which
-        are those of the Nodes that the scheduler has named, and others may fit.
+        compared with each Node. So for such a demand the result has only ``call_reasons``, why the
+        Nodes of the scheduler's call refused the pod, and says that others may fit.
         """
         if demand.names_cards:
-            found = set(named)
+            found = set(call_reasons)
             return Survey(may_fit=True, reasons=tuple(each for each in Reason if each in found))
         verdict_of = self._verdict_of(demand)
         by_state = {node.state: node for node in self._nodes.values()}
@@ -518,7 +518,9 @@ class Book:
     def _verdict_of(
         self, demand: Demand, table: dict[object, _Verdict] | None = None
     ) -> Callable[[_Node], _Verdict]:
-        """Return what compares the demand with a Node, and keeps the verdict in ``table``."""
+        """Return a function that compares the demand with a Node and keeps the verdict in
+        ``table``.
+        """
         table = self._table(demand) if table is None else table
 
         def known(node: _Node) -> _Verdict:

@@ -32,16 +32,18 @@ class Card(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class Hardware(msgspec.Struct, frozen=True, cache_hash=True):
-    """The part of a Node's description that does not change with pods, without UUIDs: Nodes of one
-    kind have equal ones.
+    """The part of a Node's description that does not change with pods, without UUIDs: Nodes of the
+    same kind have equal `Hardware`.
 
     Attributes:
         cards: by number.
-        memory_factor: how much of a card's ``memory_mib`` one unit of a pod's request is.
-        is_oversold: the cards are offered with more memory than they have; some pods go only to
-            such Nodes, some only to others.
+        memory_factor: the size of one unit of a pod's request, in the unit of `Card.memory_mib`.
+            vgpu-manager's Nodes state it, in MiB. Volcano's do not, so there both are in the Node's
+            own units, and the factor is 1.
+        is_oversold: the cards are offered with more memory than they have; pods with a memory
+            policy go only to such Nodes, or only to others.
         links: (card, other card, types of the link), sorted; empty where they are not known. The
-            larger the type, the closer the cards: 7 is one NVLink, 8 are two (vgpu-manager §3).
+            larger the type, the closer the cards: 7 means one NVLink, 8 two (vgpu-manager §3).
     """
 
     cards: tuple[Card, ...]
@@ -70,7 +72,7 @@ class Unfit(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: for schedulers and metrics.
-        note: details for explanations; empty where the reason says all.
+        note: details for explanations; empty where the reason says it all.
     """
 
     reason: Reason

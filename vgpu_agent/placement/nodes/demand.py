@@ -24,7 +24,8 @@ class ContainerDemand(msgspec.Struct, frozen=True, cache_hash=True):
         kind: when it runs.
         card_count: the number of its cards, at least 1.
         cores_percent: compute; 0 for no limit.
-        memory_units: memory in units of the Node; None for a percentage of the card's memory.
+        memory_units: memory in the units in which pods of this Node ask for it
+            (`Hardware.memory_factor`); None for a percentage of the card's memory.
         memory_percent: that percentage.
         alone: no other container may be on the card.
     """
@@ -37,8 +38,8 @@ class ContainerDemand(msgspec.Struct, frozen=True, cache_hash=True):
     alone: bool = False
 
     def memory_mib(self, card_mib: int, memory_factor: int) -> int:
-        """Return the memory that the container takes of a card with ``card_mib``, in MiB; a unit is
-        ``memory_factor`` MiB.
+        """Return the memory that the container takes of a card with ``card_mib``, in the same unit
+        as ``card_mib``; ``memory_factor`` is that of `Hardware`.
         """
         if self.memory_units is None:
             return card_mib * self.memory_percent // 100
@@ -57,9 +58,11 @@ class Demand(msgspec.Struct, frozen=True, cache_hash=True):
             is no fallback.
         memory_policy: `VIRTUAL` for Nodes that offer more memory than their cards have, `PHYSICAL`
             for all other Nodes, or empty for both.
-        include_types: a card's product name must contain one of these words, if there are any.
-        exclude_types: it must contain none of these.
-        types_match_substrings: ``A10`` among these words also matches ``A100``, as in vgpu-manager.
+        include_types: a card's product name must match one of these entries, if there are any.
+        exclude_types: it must match none of these.
+        types_match_substrings: an entry matches as any part of the name: ``A10`` matches ``A100``,
+            as in vgpu-manager. Otherwise it must not cut a number: ``V100`` matches ``V100S``, but
+            ``A10`` does not match ``A100``.
         include_uuids: a card's UUID must contain one of these texts, if there are any.
         exclude_uuids: it must contain none of these.
         aligned: the pod is to be placed near its peers: on cards with NVLinks to theirs or, on
@@ -97,8 +100,9 @@ class PodDemand(msgspec.Struct, frozen=True):
 
 
 class MostOfAContainer(NamedTuple):
-    """The most that one container asks for, each from another container perhaps: cards, and on one
-    card percent of compute and units of memory; a percentage of the memory counts as 0 units.
+    """The largest number of cards, and on one card the largest percent of compute and units of
+    memory, that any container asks for; the three may come from different containers. A percentage
+    of the memory counts as 0 units.
     """
 
     cards: int
@@ -106,7 +110,7 @@ class MostOfAContainer(NamedTuple):
     memory_units: int
 
 
-@functools.lru_cache(maxsize=1024)  # asked for each state of a Node's cards
+@functools.lru_cache(maxsize=1024)  # called again whenever a Node's cards change
 def most_of_a_container(demand: Demand) -> MostOfAContainer:
     """Return the most that a container of the pod asks for."""
     return MostOfAContainer(
@@ -116,13 +120,14 @@ def most_of_a_container(demand: Demand) -> MostOfAContainer:
     )
 
 
-@functools.lru_cache(maxsize=1024)  # asked for each state of a Node
+@functools.lru_cache(maxsize=1024)  # likewise
 def total(demand: Demand, memory_factor: int, whole_card_mib: int) -> tuple[int, int, int]:
-    """Return slots, MiB of memory and percent of compute that the pod takes at most, summed over
-    its cards: its sidecars, plus all main containers or the init container that asks for most.
+    """Return the slots, memory and percent of compute that the pod needs at its peak, over all its
+    cards: its sidecars, plus all main containers or the init container that asks for most.
 
-    ``whole_card_mib`` is the memory of each card of the Node, for containers that ask for a
-    percentage of it. With 0, e.g. where cards differ, a percentage counts as nothing.
+    Memory is in the unit of ``whole_card_mib``, the memory of each card of the Node, for containers
+    that ask for a percentage of it. With 0, e.g. where cards differ, a percentage counts as
+    nothing.
     """
 
     def of(container: ContainerDemand) -> tuple[int, int, int]:

@@ -48,7 +48,7 @@ def rank(
     return fitness, _score(demand, hardware, taken, footprint)
 
 
-@functools.lru_cache(maxsize=256)  # of the largest Nodes each keeps half a megabyte
+@functools.lru_cache(maxsize=256)  # an entry of the largest Nodes takes half a megabyte
 def _fitness(hardware: Hardware, mode: str, cards: int) -> int:
     """Return how well the Node's cards, also those in use, suit the topology mode, which asks for
     cards of one NUMA node or with good links; ``cards`` is the most that a container wants.

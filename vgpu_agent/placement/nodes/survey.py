@@ -36,8 +36,8 @@ T = TypeVar("T")
 # the caller sets no time limit
 NEVER_OVER: Callable[[], bool] = lambda: False  # noqa: E731 - a constant of a function's type
 
-# A strict topology mode refuses the pod where its cards cannot be joined as it demands; the other
-# only prefers cards that are.
+# A strict topology mode, which refuses the pod where its cards cannot be joined as it demands → the
+# mode that only prefers such cards.
 _WITHOUT_STRICT = {LINK_STRICT: LINK, NUMA_STRICT: NUMA}
 
 
@@ -67,7 +67,7 @@ class Copies(msgspec.Struct, frozen=True):
 
     Attributes:
         count: their number.
-        is_exact: all were counted; otherwise the time was over, and more may fit.
+        is_exact: all were counted; otherwise time ran out, and more may fit.
     """
 
     count: int
@@ -78,9 +78,9 @@ class Change(msgspec.Struct, frozen=True):
     """A change of the pod with which it would fit at once.
 
     Attributes:
-        field: of the demand that changes: ``memory_units``, ``cores_percent``, ``card_count``,
-            ``topology_mode``, ``memory_policy`` (Nodes with or without oversold memory), ``types``
-            or ``uuids``.
+        field: the field of the demand that changes: ``memory_units``, ``cores_percent``,
+            ``card_count``, ``topology_mode``, ``memory_policy`` (Nodes with or without oversold
+            memory), ``types`` (product names of cards) or ``uuids``.
         value: for an amount, the largest with which it fits; otherwise the new value, empty for
             none.
         nodes: the number of Nodes on which it would fit.
@@ -92,11 +92,11 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """All changes of which each alone lets the pod fit.
+    """All changes each of which lets the pod fit by itself.
 
     Attributes:
         found: the changes.
-        is_complete: all were tried; otherwise the time was over, and none is given.
+        is_complete: all were tried; otherwise time ran out, and none is given.
     """
 
     found: tuple[Change, ...]
@@ -133,7 +133,7 @@ def copies(
     Args:
         groups: the result of `grouped` for the demand.
         demand: of each pod.
-        is_over: tells whether the caller's time is over.
+        is_over: tells whether the caller's time is up.
     """
     count = 0
     one_by_one = _CardByCard(demand) if _takes_any_card(demand) else None
@@ -173,24 +173,25 @@ class _CardByCard:
     def count(self, state: State, unwanted: Collection[int]) -> Generator[None, None, int]:
         """Count them on the cards of a Node; ``unwanted`` are those that the demand excludes."""
         count = 0
-        for number, (alone, kind) in enumerate(self._alone(state.hardware)):
+        for number, (single_card, kind) in enumerate(self._single_cards(state.hardware)):
             if number in unwanted:
                 continue
-            key = kind, state.taken[number]
-            if (found := self._pods.get(key)) is None:
-                found = sum(1 for _ in _placed(self._demand, alone, key[1:], {}))
-                self._pods[key] = found
+            taken = state.taken[number]
+            if (found := self._pods.get((kind, taken))) is None:
+                found = sum(1 for _ in _placed(self._demand, single_card, (taken,), {}))
+                self._pods[kind, taken] = found
                 yield
             count += found
         return count
 
-    def _alone(self, hardware: Hardware) -> list[tuple[Hardware, int]]:
+    def _single_cards(self, hardware: Hardware) -> list[tuple[Hardware, int]]:
         """Return each card as the hardware of a Node with this card only, and its kind."""
         if (found := self._of_cards.get(id(hardware))) is None:
             found = self._of_cards[id(hardware)] = []
             for card in hardware.cards:
-                alone = Hardware((card,), hardware.memory_factor, hardware.is_oversold)
-                found.append((alone, self._kinds.setdefault(alone, len(self._kinds))))
+                single_card = Hardware((card,), hardware.memory_factor, hardware.is_oversold)
+                kind = self._kinds.setdefault(single_card, len(self._kinds))
+                found.append((single_card, kind))
         return found
 
 
@@ -281,7 +282,7 @@ def _group(demand: Demand, views: Sequence[NodeView]) -> Group:
     cards: Mapping[Reason, int] = {}
     if (state := view.state) is not None:
         cards = card_reasons(demand, state.hardware, state.taken, view.unwanted(demand))
-    # where each container would fit alone, the reasons are those of the refusal
+    # No card is at fault if each container would fit by itself: take the reasons of the refusal.
     return Group(tuple(views), found, cards or found.cards)
 
 
@@ -292,7 +293,7 @@ def _largest(
     is_over: Callable[[], bool],
 ) -> Generator[None, None, int]:
     """Return the largest amount below that of the demand with which the pod fits on a Node; 0 where
-    it does with none.
+    it fits with no amount.
     """
     largest, asked = 0, _most_asked(demand, field, alike)
     for views in alike:
@@ -300,7 +301,8 @@ def _largest(
             return 0
         low, high = largest, asked  # it fits with `low` on some Node, and not with `high` on any
         while high - low > 1:
-            # Most Nodes have no more room than one before, which the first try shows.
+            # Most Nodes have no more room than one tried before; the first try, with one more than
+            # `largest`, shows it.
             middle = low + 1 if low == largest else (low + high) // 2
             if isinstance(views[0].place(_capped(demand, field, middle)), Placement):
                 low = middle
@@ -319,7 +321,7 @@ def _most_asked(demand: Demand, field: str, alike: Sequence[Sequence[NodeView]])
     if None not in asked:
         return max(asked, default=0)
     hardware = [views[0].state.hardware for views in alike if views[0].state is not None]
-    # `memory_factor`: the MiB in one unit of memory
+    # `memory_factor`: the size of a request's unit of memory, in the unit of `memory_mib`
     return 1 + max(
         (card.memory_mib // each.memory_factor for each in hardware for card in each.cards),
         default=0,

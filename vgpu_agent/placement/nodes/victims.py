@@ -1,4 +1,5 @@
-"""The victims on a Node: the pods to be preempted for one of higher priority (vgpu-manager §5.9).
+"""The victims on a Node: the pods to be preempted for one of higher priority, the *preemptor*
+(vgpu-manager §5.9).
 
 kube-scheduler proposes victims. It counts resources and does not know single cards, so its victims
 may not be enough. Then others are added, of lower priority than the pod and within disruption
@@ -216,7 +217,7 @@ def choose_victims(
         others: pods that may be added; protected ones are skipped.
         preemptor: the facts about the pod that needs room.
         budgets: the disruption budgets of the cluster.
-        is_counted: whether kube-scheduler counts a resource on this Node.
+        is_counted: tells whether kube-scheduler counts a resource on this Node.
     """
     for victim in proposed:
         room.take_away(victim)

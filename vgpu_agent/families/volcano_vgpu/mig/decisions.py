@@ -23,11 +23,11 @@ from vgpu_agent.families.volcano_vgpu.mig.layouts import (
     division,
     group_in_force,
     groups_of,
+    holder_names,
     holder_of,
     instances_by_slot,
     is_divided_as,
     layout_of,
-    named,
     read_place,
     slots_of,
 )
@@ -70,7 +70,7 @@ def followed(
         RequestRefusedError: the segment names a device in another form, a group or a position that
             does not exist, or an instance that is smaller than what was asked for.
         CapacityError: the GPU is missing, no instance of that size is free there, or the GPU is
-            divided otherwise and has a holder.
+            divided differently and has a holder.
     """
     by, shares, layouts, changed = (
         f"the scheduler, in {DECISION}",
@@ -81,7 +81,7 @@ def followed(
     for assigned in segment:
         place = _place_of(question, assigned, known, factor)
         if not is_divided_as(place.gpu, place.group):
-            layouts.append(_layout(place, question))
+            layouts.append(_layout(place, question))  # the division that must come first
             continue
         # what the container has got by this decision so far
         mine = {share.device for share in shares}
@@ -103,7 +103,7 @@ def remembered(
 ) -> tuple[Share, ...] | None:
     """Return what a running container must have, by ``segment`` alone, its part of the annotation;
     None where that does not say so: it names no MIG instance, or a group or position that does not
-    exist; or its GPU is missing or divided otherwise.
+    exist; or its GPU is missing or divided differently.
     """
     shares = []
     for assigned in segment:
@@ -265,8 +265,8 @@ def _layout(place: _Place, question: Question) -> MigLayout:
 
 
 def _free_alike(place: _Place, question: Question, mine: set[str]) -> tuple[Slot, MigInstance]:
-    """The instance at ``place``, which the scheduler meant, or the first free one of the same
-    profile. ``mine`` are the devices that the container itself has got already.
+    """Return the instance at ``place``, which the scheduler meant, or the first free one of the
+    same profile. ``mine`` are the devices that the container itself has got already.
     """
     alike = {
         slot: each
@@ -279,7 +279,7 @@ def _free_alike(place: _Place, question: Question, mine: set[str]) -> tuple[Slot
         if each.uuid not in question.taken and each.uuid not in mine
     }
     if not free:
-        holders = named((each.uuid for each in alike.values()), question.taken)
+        holders = holder_names((each.uuid for each in alike.values()), question.taken)
         raise CapacityError(
             f"{place.slot.text} is a {place.slot.profile}, and all {len(alike)} of GPU "
             f"{place.gpu.uuid} are held, by {holders}; it is tried again"
@@ -291,7 +291,7 @@ def _free_alike(place: _Place, question: Question, mine: set[str]) -> tuple[Slot
 def _holder(place: _Place, question: Question) -> str:
     """Name the holder of the instance at ``place``, for a sentence."""
     instance = instances_by_slot(place.gpu, place.group)[place.slot]
-    return named((instance.uuid,), question.taken) or "the same container"
+    return holder_names((instance.uuid,), question.taken) or "the same container"
 
 
 def _smallest_free(

@@ -9,7 +9,7 @@ plugin's errors are not copied: no instance is given twice (volcano-vgpu D15), a
 granted (volcano-vgpu D16), and a failure here affects one pod only.
 
 Chosen by `volcano_vgpu.spec` instead of `VolcanoVgpuFamily` where the node is in that mode.
-`decisions` chooses the instances.
+`mig.decisions` chooses the instances.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         held = []
         # here, `place` is the index among the devices of the segment
         for place, share in enumerate(grant.shares):
-            named = read_place(before[place].device) if before else None
-            _, group_name, _ = named or ("", "", 0)
+            written = read_place(before[place].device) if before else None
+            _, group_name, _ = written or ("", "", 0)
             slot = self._slot_of(share.device, group_name)
             if slot is None or slot.gpu not in units:
                 return present

@@ -50,7 +50,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 def read_place(text: str) -> tuple[str, str, int] | None:
-    """GPU, group and position of ``GPU-…[group-position]``;
+    """Return GPU, group and position of ``GPU-…[group-position]``;
     None for anything else, such as a plain UUID.
     """
     match = _PLACE.match(text)
@@ -77,7 +77,7 @@ def slots_of(gpu: str, group: MigGroup) -> tuple[Slot, ...]:
 
 
 def layout_of(group: MigGroup) -> tuple[str, ...]:
-    """The profile of each instance of the group, by position."""
+    """Return the profile of each instance of the group, by position."""
     return tuple(slot.profile for slot in slots_of("", group))
 
 
@@ -89,12 +89,13 @@ def is_divided_as(gpu: Gpu, group: MigGroup) -> bool:
 
 
 def group_in_force(gpu: Gpu, groups: Iterable[MigGroup]) -> MigGroup | None:
-    """The first group that has exactly the GPU's present instances; None if no group has."""
+    """Return the first group that has exactly the GPU's present instances; None if no group has."""
     return next((group for group in groups if is_divided_as(gpu, group)), None)
 
 
 def instances_by_slot(gpu: Gpu, group: MigGroup) -> Mapping[Slot, MigInstance]:
-    """Return the instance behind each slot of a GPU that is divided by ``group``."""
+    """Return the instance in each slot of a GPU that is divided by ``group``."""
+    # profile → its instances that have no slot yet
     left: dict[str, list[MigInstance]] = collections.defaultdict(list)
     for instance in sorted(
         gpu.mig_instances, key=lambda each: (each.gpu_instance_id, each.compute_instance_id)
@@ -115,15 +116,17 @@ def holder_of(gpu: Gpu, taken: Mapping[str, Grant]) -> str:
         gpu: as it is divided now.
         taken: UUID of a device → the grant that has it.
     """
-    return named((gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)), taken)
+    return holder_names((gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)), taken)
 
 
-def named(devices: Iterable[str], taken: Mapping[str, Grant]) -> str:
+def holder_names(devices: Iterable[str], taken: Mapping[str, Grant]) -> str:
     """Name the holders of ``devices`` (UUIDs), for a sentence."""
-    return ", ".join(dict.fromkeys(_named(taken[device]) for device in devices if device in taken))
+    return ", ".join(
+        dict.fromkeys(_holder_name(taken[device]) for device in devices if device in taken)
+    )
 
 
-def _named(grant: Grant) -> str:
+def _holder_name(grant: Grant) -> str:
     if grant.owner is None:
         return f"a container that has just been given {grant.resource}"
     return f"{grant.owner.pod_name} (container {grant.owner.container}, {grant.resource})"

@@ -53,8 +53,8 @@ class VolcanoStaticMigFamily(MigInstancesFamily):
         self._options = options
 
     def owns(self, resource: str) -> Ownership:
-        """The names of both strategies: one may be in the kubelet's records since before a
-        change.
+        """Own the names of both strategies for certain: the kubelet's records may have one from
+        before a change.
         """
         ours = resource == self._single_name or resource.startswith(f"{self._options.prefix}/mig-")
         return Ownership.CERTAIN if ours else Ownership.NONE
