@@ -79,8 +79,8 @@ def test_every_command_and_flag_is_in_the_script(shell: str) -> None:
     for command in KNOWN:
         for name in command.commands:
             assert name in text
-        for choice in command.choices:
-            assert all(flag.lstrip("-") in text for flag in choice.flags)
+        for parameter in command.parameters:
+            assert all(flag.lstrip("-") in text for flag in parameter.flags)
 
 
 def test_the_page_in_the_docs_is_that_of_these_parsers() -> None:
@@ -94,8 +94,8 @@ def test_the_manual_page_is_proper_roff_and_names_every_option() -> None:
     text = manual.page()
     commands = list(command_tree.commands(main.whole_parser(simulator=False)))
     for command in commands:
-        for choice in command.choices:
-            assert all(flag.replace("-", "\\-") in text for flag in choice.flags)
+        for parameter in command.parameters:
+            assert all(flag.replace("-", "\\-") in text for flag in parameter.flags)
     assert {"sim", "demo"} & {command.words[0] for command in commands if command.words} == set()
     if shutil.which("groff") is None:
         # the page is compared with the one in docs/ all the same

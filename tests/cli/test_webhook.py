@@ -109,7 +109,7 @@ def test_own_flags_reach_the_service() -> None:
         host="127.0.0.1",
         pinned=Pinned.HOSTNAME,
         watches_nodes=False,
-        least_largest_node=16,
+        assumed_largest_node=16,
         body_seconds=3.0,
         drain_seconds=0.0,
         stop_seconds=1.5,

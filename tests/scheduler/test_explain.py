@@ -101,7 +101,7 @@ async def test_a_pod_that_fits_and_that_nobody_has_asked_about() -> None:
         ),
         (
             "Either default-scheduler does not run or does not use this extender, or it has not "
-            "reached the pod: it also asks only after its own checks have left a Node over."
+            "reached the pod: it asks only when a Node has passed its own checks."
         ),
         (
             "kube-scheduler also checks taints, cordons, selectors, CPU and memory of Nodes; they "

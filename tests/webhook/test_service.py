@@ -359,7 +359,7 @@ async def test_a_signal_to_stop_lets_the_service_forget_the_replica_first(
 
 async def test_the_largest_node_is_what_was_seen_or_what_may_come(server: ApiServer) -> None:
     """A Node that an autoscaler would add is not there yet; before all were listed, none counts."""
-    options = own(least_largest_node=8)
+    options = own(assumed_largest_node=8)
     async with serving(options, server.url) as found:
         await eventually(lambda: found._largest_node().gpus == 8)
         assert found._largest_node() == LargestNode(8, 24576, is_limit=True)
@@ -372,7 +372,7 @@ async def test_the_largest_node_is_what_was_seen_or_what_may_come(server: ApiSer
 def test_the_largest_node_that_the_operator_names_counts_by_itself(tmp_path: Path) -> None:
     """Without a watch, and where all Nodes with GPUs are away."""
     files, _ = write(tmp_path)
-    options = Options(files, watches_nodes=False, least_largest_node=8)
+    options = Options(files, watches_nodes=False, assumed_largest_node=8)
     assert Service(options, FAMILY, None)._largest_node() == LargestNode(8, is_limit=True)
     assert (
         Service(Options(files, watches_nodes=False), FAMILY, None)._largest_node() == LargestNode()

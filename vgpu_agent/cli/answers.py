@@ -38,7 +38,9 @@ EXIT_STATUS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, timeout: bool = True) -> None:
-    """Declare ``--output``, ``--debug-listen``, and ``--timeout`` where the command has no own."""
+    """Declare ``--output`` and ``--debug-listen``; also ``--timeout``, unless the command has its
+    own.
+    """
     parser.add_argument(
         "-o",
         "--output",
@@ -83,7 +85,7 @@ def add_table(
     add_arguments(parser)
 
     def run(arguments: argparse.Namespace) -> int:
-        text, _ = fetch(
+        text, _state = fetch(
             debug_address.address(arguments.debug_listen),
             path,
             {},
@@ -102,7 +104,7 @@ def pod(text: str) -> str:
     """Parse ``namespace/name`` for argparse.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text has another form.
     """
     if not _POD.match(text):
         raise argparse.ArgumentTypeError(
@@ -121,8 +123,8 @@ def fetch(
     key: str,
     beginning: str,
 ) -> tuple[str, str]:
-    """Return the text to print, and the state of the node, which only ``/debug/status`` tells: else
-    it is empty.
+    """Return the text to print, and the state of the node, which only ``/debug/status`` tells;
+    otherwise it is empty.
 
     Args:
         address: the agent's.

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Choice(NamedTuple):
+class Parameter(NamedTuple):
     """An option or an argument of a command.
 
     Attributes:
-        flags: ``-o`` and ``--output``; empty for an argument.
+        flags: such as ``-o`` and ``--output``; empty for an argument.
         metavar: the name of its value; empty for a switch.
         values: what the value may be; empty for any text.
         text: the help.
@@ -42,7 +42,7 @@ class Command(NamedTuple):
         summary: one line.
         description: a paragraph, or the summary.
         epilog: examples and exit statuses, in lines.
-        choices: its options and arguments.
+        parameters: its options and arguments.
         commands: the names of the commands below it.
     """
 
@@ -50,7 +50,7 @@ class Command(NamedTuple):
     summary: str
     description: str
     epilog: str
-    choices: tuple[Choice, ...]
+    parameters: tuple[Parameter, ...]
     commands: tuple[str, ...]
 
 
@@ -69,7 +69,7 @@ def commands(
         summary,
         parser.description or summary,
         (parser.epilog or "").strip("\n"),
-        tuple(_choices(parser)),
+        tuple(_parameters(parser)),
         tuple(name for action in below for name in action.choices),
     )
     for action in below:
@@ -78,13 +78,13 @@ def commands(
             yield from commands(each, (*words, name), summaries.get(name, ""))
 
 
-def _choices(parser: argparse.ArgumentParser) -> Iterator[Choice]:
+def _parameters(parser: argparse.ArgumentParser) -> Iterator[Parameter]:
     formatter = parser._get_formatter()  # noqa: SLF001 - as in `commands`
     for action in parser._actions:  # noqa: SLF001 - as in `commands`
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as in `commands`
             continue
         metavar = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
-        yield Choice(
+        yield Parameter(
             tuple(action.option_strings),
             metavar if isinstance(metavar, str) and action.nargs != 0 else "",
             tuple(str(value) for value in action.choices or ()),

@@ -2,8 +2,8 @@
 
 The scripts are made from the parsers (`command_tree`) and call nothing: completion stays quick on a
 busy node. A `Command` has its words (its name below the names of the commands that it belongs to,
-none for the program itself), the names of the commands below it, and its choices. A `Choice` is an
-option or, without flags, an argument. Each script is made from all commands (``known``).
+none for the program itself), the names of the commands below it, and its parameters. A `Parameter`
+is an option or, without flags, an argument. Each script is made from all commands (``known``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    from vgpu_agent.cli.command_tree import Choice, Command
+    from vgpu_agent.cli.command_tree import Command, Parameter
 
 _EXAMPLES = """examples:
   source <(vgpu-agent completion bash)                         in ~/.bashrc
@@ -109,17 +109,17 @@ def _fish(known: list[Command]) -> Iterator[str]:
         for name in command.commands:
             text = next(each.summary for each in known if each.words == (*command.words, name))
             yield f"complete -c vgpu-agent -f {condition} -a {name} -d {_fish_quoted(text)}"
-        for choice in command.choices:
+        for parameter in command.parameters:
             value = ""
-            if choice.values:
-                value = f" -x -a {_fish_quoted(' '.join(choice.values))}"
-            elif choice.metavar:
-                value = " -r" if choice.takes_file else " -x"
-            if choice.flags:
-                flags = " ".join(_fish_flag(flag) for flag in choice.flags)
-                text = _fish_quoted(_short(choice.text))
+            if parameter.values:
+                value = f" -x -a {_fish_quoted(' '.join(parameter.values))}"
+            elif parameter.metavar:
+                value = " -r" if parameter.takes_file else " -x"
+            if parameter.flags:
+                flags = " ".join(_fish_flag(flag) for flag in parameter.flags)
+                text = _fish_quoted(_short(parameter.text))
                 yield f"complete -c vgpu-agent {condition} {flags}{value} -d {text}"
-            elif choice.values:
+            elif parameter.values:
                 yield f"complete -c vgpu-agent -f {condition}{value.replace(' -x', '')}"
 
 
@@ -158,39 +158,39 @@ def _path_of_command(known: list[Command], head: str, indent: str) -> Iterator[s
 
 def _with_values(known: list[Command]) -> Iterator[tuple[str, str]]:
     """Yield the patterns of ``command:flag`` and the values that may follow."""
-    for command, choice in _with_value(known):
-        if choice.values:
-            yield _pattern(command, choice), shlex.quote(" ".join(choice.values))
+    for command, parameter in _with_value(known):
+        if parameter.values:
+            yield _pattern(command, parameter), shlex.quote(" ".join(parameter.values))
 
 
 def _with_files(known: list[Command]) -> Iterator[str]:
     """Yield the patterns of ``command:flag`` that a path follows."""
-    for command, choice in _with_value(known):
-        if choice.takes_file and not choice.values:
-            yield _pattern(command, choice)
+    for command, parameter in _with_value(known):
+        if parameter.takes_file and not parameter.values:
+            yield _pattern(command, parameter)
 
 
-def _with_value(known: list[Command]) -> Iterator[tuple[Command, Choice]]:
+def _with_value(known: list[Command]) -> Iterator[tuple[Command, Parameter]]:
     """Yield the options that take a value, each with its command."""
     for command in known:
-        for choice in command.choices:
-            if choice.flags and choice.metavar:
-                yield command, choice
+        for parameter in command.parameters:
+            if parameter.flags and parameter.metavar:
+                yield command, parameter
 
 
-def _pattern(command: Command, choice: Choice) -> str:
+def _pattern(command: Command, parameter: Parameter) -> str:
     words = " ".join(command.words)
-    return "|".join(shlex.quote(f"{words}:{flag}") for flag in choice.flags)
+    return "|".join(shlex.quote(f"{words}:{flag}") for flag in parameter.flags)
 
 
 def _offered(command: Command) -> Iterator[tuple[str, str]]:
     """Yield what may stand next, with its text: commands, values of arguments, options."""
     yield from ((name, "") for name in command.commands)
-    for choice in command.choices:
-        if choice.flags:
-            yield from ((flag, _short(choice.text)) for flag in choice.flags)
+    for parameter in command.parameters:
+        if parameter.flags:
+            yield from ((flag, _short(parameter.text)) for flag in parameter.flags)
         else:
-            yield from ((value, "") for value in choice.values)
+            yield from ((value, "") for value in parameter.values)
 
 
 def _short(text: str) -> str:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.families.plugin_files import Findings
 
-# The exit status of a check of a file that was explained: the agent cannot read it.
+# The exit status of `check` for values of NVIDIA's Helm chart: they are no configuration, and are
+# explained instead.
 _EXIT_EXPLAINED = 3
 
 _DESCRIPTION = """\
@@ -170,9 +171,9 @@ def _check_text(file: str, content: bytes | None, flags: Mapping[str, str]) -> i
 
 
 def _plugin_files(loaded: load.Loaded) -> Iterator[tuple[str, Findings]]:
-    """Path and findings of each file that the configuration names for a plugin that a family
-    replaces. If a file is missing, print a warning where its path is not a default: it may be
-    mounted on the nodes only.
+    """Yield the path and the findings of each file that the configuration names for a plugin that a
+    family replaces. If a file is missing, print a warning where its path is not a default: it may
+    be mounted on the nodes only.
 
     Raises:
         ConfigError: such a file cannot be read.

@@ -37,7 +37,8 @@ _MOUNTED_CONFIG = "/etc/vgpu-agent/config.yaml"
 _CHECK_SECONDS = 20.0
 _ASK_SECONDS = 5.0  # for one answer of the running agent
 _EXIT_STATUS = {Level.OK: 0, Level.WARNING: 1, Level.ERROR: 2}
-_COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "31"}  # green, yellow, red of SGR
+# a terminal's codes of green, yellow and red
+_COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "31"}
 _LEVEL_WIDTH, _CHECK_WIDTH = 9, 19
 # one part of a setting's path: a key, or an item of a list (`key[0]`)
 _LIST_ITEM = re.compile(r"(?P<name>[^.\[\]]+)(?:\[(?P<index>\d{1,4})\])?")
@@ -205,7 +206,7 @@ def _loaded(
         loaded = load.load(flags, os.environ)
     except ConfigError as err:
         findings += [Finding(name, Level.ERROR, problem, remedy) for problem in err.problems]
-        return schema.root()(), findings  # the defaults
+        return schema.root()(), findings  # all settings with their defaults
     # settings of several families that are in conflict: the agent starts without what they concern
     findings += [Finding(name, Level.ERROR, text, remedy) for text in loaded.collisions]
     findings += [Finding(name, Level.WARNING, text, remedy) for text in loaded.warnings]

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         UnreachableError: the agent cannot be reached, or another program answers.
     """
     given = {name: getattr(arguments, name) for name in _PARAMETERS}
-    text, _ = answers.fetch(
+    text, _state = answers.fetch(
         debug_address.address(arguments.debug_listen),
         "/debug/events",
         {name: value for name, value in given.items() if value is not None},

@@ -58,7 +58,7 @@ def fetch(address: Address, pod: str, form: str | None, timeout_seconds: float) 
     """Return the explanation of the pod, in one of `answers.FORMS`; with None as text that fits the
     terminal.
     """
-    text, _ = answers.fetch(
+    text, _state = answers.fetch(
         address,
         "/debug/explain",
         {"pod": pod},

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-    from vgpu_agent.cli.command_tree import Choice, Command
+    from vgpu_agent.cli.command_tree import Command, Parameter
 
 _EXAMPLES = """examples:
   vgpu-agent man | man -l -
@@ -71,7 +71,7 @@ def page() -> str:
         ".SH DESCRIPTION",
         _text(program.description),
         ".SH OPTIONS",
-        *_choices(program),
+        *_parameters(program),
         ".SH COMMANDS",
     ]
     for command in known:
@@ -95,21 +95,21 @@ def page() -> str:
 def _command(command: Command) -> Iterator[str]:
     yield f'.SS "vgpu\\-agent {_text(" ".join(command.words))}"'
     yield _text(f"{command.description[:1].upper()}{command.description[1:].rstrip('.')}.")
-    yield from _choices(command)
+    yield from _parameters(command)
     if command.epilog:
         yield from (".PP", ".nf", *(_text(line) for line in command.epilog.splitlines()), ".fi")
 
 
-def _choices(command: Command) -> Iterator[str]:
+def _parameters(command: Command) -> Iterator[str]:
     """Yield the options and arguments of a command, each with its help."""
-    for choice in command.choices:
-        yield from (".TP", _name(choice), _text(choice.text or "see the examples"))
+    for parameter in command.parameters:
+        yield from (".TP", _name(parameter), _text(parameter.text or "see the examples"))
 
 
-def _name(choice: Choice) -> str:
+def _name(parameter: Parameter) -> str:
     """Return the flags of an option, and what its value is called or may be."""
-    names = ", ".join(f"\\fB{_text(flag)}\\fR" for flag in choice.flags)
-    value = "|".join(choice.values) or choice.metavar if choice.metavar else ""
+    names = ", ".join(f"\\fB{_text(flag)}\\fR" for flag in parameter.flags)
+    value = "|".join(parameter.values) or parameter.metavar if parameter.metavar else ""
     return f"{names} \\fI{_text(value)}\\fR".strip() if value else names
 
 

@@ -67,10 +67,10 @@ def _run(arguments: argparse.Namespace) -> int:
     for backend in BACKENDS:
         if arguments.backend not in {None, backend.name}:
             continue
-        # Slots are also made for a backend that is named by --backend and whose directory is
-        # mounted: a change of the agent's file may switch a family on while the agent runs. A
-        # configuration of NVIDIA's plugin, which a label of the Node chooses, has no key that does
-        # so, and is not read here.
+        # A backend that is named by --backend and whose directory is mounted gets slots even if no
+        # family uses it yet: a change of the configuration file may switch such a family on while
+        # the agent runs. A configuration of NVIDIA's plugin, which a label of the Node chooses,
+        # cannot switch one on, and is not read here.
         named = arguments.backend is not None
         prepared = named and os.path.isdir(backend.host_directory(loaded.settings))
         if backend.name not in used and not prepared:

@@ -211,7 +211,8 @@ def check_driver(node: Node) -> Iterator[Finding]:
 def _driver_of_agent(name: str, agent: RunningAgent) -> Iterator[Finding]:
     nvml, gpus = agent.nvml, agent.gpus
     version = agent.overview.driver_version or "of an unknown version"
-    # not used: the GPU is part of the processor (Tegra), and NVML is not asked
+    # not used: the GPU is part of the processor (Tegra), and NVML is not asked. `call`: the call of
+    # NVML that hangs, if any
     if nvml.state not in ("answering", "not used"):
         yield _error(
             name,
@@ -405,7 +406,7 @@ def _plugin_directory(directory: Path) -> Finding:
 
 
 def _socket(name: str, path: Path, origin: str) -> Finding:
-    """Connect to the socket at ``path``."""
+    """Connect to the socket at ``path``; ``origin`` says for the remedy where it comes from."""
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
             return _error(name, f"{path} is no socket", f"remove it; {origin}")
@@ -639,7 +640,7 @@ async def _ask_api_server(api: ApiClient, settings: Settings, origin: str) -> li
     try:
         began = time.time()
         theirs = await api.server_seconds()
-        # The header has whole seconds, so the true time is in the second that begins there.
+        # The header Date has whole seconds, so the true time is in the second that begins there.
         ahead = _distance(began, time.time(), theirs)
         findings = [_ok(name, f"answers, {origin}"), _clock(ahead)]
         findings += await runtime_class(api)

@@ -1,4 +1,6 @@
-"""``vgpu-agent pods``: the containers with shares of GPUs, their limits, and the pods without."""
+"""``vgpu-agent pods``: the containers with shares of GPUs, their limits, and the pods that wait
+for some.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from vgpu_agent.cli import answers
 if TYPE_CHECKING:
     from typing import Any
 
+# 'not in force': the limit of a container is not enforced
 _EXAMPLES = """\
   vgpu-agent pods
   vgpu-agent pods -o wide | grep 'not in force'

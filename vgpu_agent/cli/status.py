@@ -128,7 +128,7 @@ def _watch(
     """Print the overview until Ctrl-C. On a terminal each one replaces the one before."""
     while True:
         try:
-            text, _ = _fetch(address, form, timeout_seconds)
+            text, _state = _fetch(address, form, timeout_seconds)
         except UnreachableError as err:  # it may come back
             text = f"vgpu-agent: {err}"
         if sys.stdout.isatty():
@@ -140,7 +140,7 @@ def _watch(
 
 
 def _wait(address: Address, form: str | None, timeout_seconds: float, wanted: str) -> int:
-    """Print the overview once the node has the wanted state, or the last one when time is over."""
+    """Print the overview once the node has the wanted state, or the last one when time is up."""
     end = time.monotonic() + timeout_seconds
     while True:
         left = end - time.monotonic()

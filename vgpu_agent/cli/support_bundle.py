@@ -241,6 +241,7 @@ def _part(name: str, collected: Callable[[], bytes], *, timeout_seconds: float) 
     thread.join(timeout_seconds)
     content, note = done[0] if done else (None, f"not there within {timeout_seconds:g} s")
     if content is not None:
+        # `redacted`: without what looks like credentials
         content = redacted(content.decode(errors="replace")).encode()
         if len(content) > _MAX_PART_BYTES:
             note = f"cut after {_MAX_PART_BYTES // _MIB} of {len(content) / _MIB:.1f} MiB"
@@ -297,6 +298,7 @@ def _debug_paths(index: bytes | None) -> list[str]:
 def _ask_public(listen: str, path: str) -> bytes:
     """Return the agent's answer at the address of metrics and probes."""
     try:
+        # `reachable`: the loopback address where the agent listens on all
         found = parse(listen).reachable
     except ListenError as err:
         raise AgentError(str(err)) from err

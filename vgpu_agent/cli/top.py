@@ -37,7 +37,7 @@ _NO_TERMINAL = (100, 24)  # columns and lines where the output is none
 _WHOLE_DEVICE = "whole device"  # the state of the limit of a grant whose device is not shared
 _ENTER, _LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"  # another screen, no cursor
 _HOME, _REST = "\033[H", "\033[J"  # cursor to the first line; clear all after the cursor
-_PLAIN, _BOLD, _RED, _DIM = "", "1", "31", "2"  # SGR
+_PLAIN, _BOLD, _RED, _DIM = "", "1", "31", "2"  # SGR: styles of text on a terminal
 _UP, _DOWN, _QUIT = ("k", "\033[A", "\033OA"), ("j", "\033[B", "\033OB"), ("q", "\033", "\x03")
 # control characters, which texts of the node may contain → a blank
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), " ")
@@ -98,7 +98,7 @@ class _Share(msgspec.Struct):
 class _Grant(msgspec.Struct):
     container: str = ""
     resource: str = ""
-    limit: str = ""  # the state of its limits, a value of `web.limits.LimitState`
+    limit: str = ""  # the state of its limits in words, such as `_WHOLE_DEVICE`
     shares: tuple[_Share, ...] = ()
 
 
@@ -136,7 +136,7 @@ class _Held(NamedTuple):
     pod: str
     container: str
     resource: str
-    device: str  # the profile of a MIG instance
+    device: str  # the profile of a MIG instance; empty for a GPU
     memory_mib: int | None
     cores_percent: int | None
 

@@ -273,7 +273,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     """Return the options of the service.
 
     Raises:
-        ConfigError: flags that cannot be followed, one sentence each.
+        ConfigError: flags that cannot be used, one sentence each.
     """
     from vgpu_agent.pods import is_object_name  # noqa: PLC0415 - only for its own command
     from vgpu_agent.webhook.new_pod import Pinned  # noqa: PLC0415
@@ -324,7 +324,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         port=arguments.server_bind_port,
         pinned=Pinned(arguments.pinned_pods),
         watches_nodes=arguments.watch_nodes,
-        least_largest_node=arguments.largest_node,  # a larger one that is seen counts instead
+        assumed_largest_node=arguments.largest_node,  # a larger one that is seen counts instead
         max_body_bytes=arguments.max_body_bytes,
         body_seconds=arguments.body_seconds,
         drain_seconds=arguments.drain_seconds,

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.known_pods import KnownPods
     from vgpu_agent.scheduler.metrics import Metrics
 
-# Values of a label of `Metrics`. The pod's cards are far from those of its peers; on another Node,
-# but on the same network rails or, where none are known, at the same position among the sets of
-# NVLinked cards of their Node (the peers' domain); or near a peer's on its Node.
+# How near a pod's cards are to those of its peers → the value of the metric's label. `ELSEWHERE`:
+# on another Node, but in the peers' domain: on the same network rails or, where none are known, at
+# the same position among the sets of NVLinked cards of their Node. `TOGETHER`: near a peer's on
+# its Node.
 _RESULTS = {ANYWHERE: "not_aligned", ELSEWHERE: "same_domain", TOGETHER: "same_node"}
 
 
@@ -67,16 +68,16 @@ class Alignment:
             self._metrics.count_aligned(_RESULTS[nearness])
         return choice
 
-    def survey(self, pod: Pod, demand: Demand, named: Iterable[Reason]) -> Survey:
-        """Tell whether any Node of the cluster may fit a pod, and why the others do not. ``named``
-        are the reasons of those that a scheduler has named; where the demand names cards by UUID,
-        they are the answer.
+    def survey(self, pod: Pod, demand: Demand, call_reasons: Iterable[Reason]) -> Survey:
+        """Tell whether any Node of the cluster may fit a pod, and why the others do not.
+        ``call_reasons`` are those of the Nodes in kube-scheduler's call. For a demand that names
+        cards by UUID, the answer has only these, and says that other Nodes may fit.
         """
-        return survey_aligned(self._book, demand, self._peers(pod, demand), named)
+        return survey_aligned(self._book, demand, self._peers(pod, demand), call_reasons)
 
     def too_far(self, pod: Pod, demand: Demand, names: Iterable[str]) -> set[str]:
         """Return those of the named Nodes that a pod must not go to, because it would be too far
-        from its peers there. Each of them has room for the pod by the book, and the pod holds
+        from its peers there. By the book, each of them has room for the pod, and the pod holds
         nothing.
         """
         return too_far(self._book, demand, names, self._peers(pod, demand))
@@ -96,4 +97,5 @@ class Alignment:
         known = self._known_pods.get(uid)
         if known is None or known.node or self._book.holding(uid) is not None:
             return False
+        # `requests`: pairs of a resource and its amount
         return any(name == self._number_resource for name, _ in known.facts.requests or ())

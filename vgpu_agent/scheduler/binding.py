@@ -47,7 +47,7 @@ class Bindings:
 
         Args:
             api: the API server.
-            look_up: reads a pod from the API server.
+            look_up: reads a pod from the API server; returns None once it is gone.
             journal: records how the API server treats labels.
         """
         self._api, self._look_up, self._journal = api, look_up, journal
@@ -121,7 +121,9 @@ class Bindings:
         )
 
     def note_bound(self, pod: Pod, state: DesiredPod) -> None:
-        """Compare a bound pod, as the watch shows it, with the state that it was bound with."""
+        """Learn from a bound pod, as the watch shows it, whether the API server takes labels from
+        Bindings, and write those that it lacks. ``state`` is what the pod was bound with.
+        """
         labels = _texts(state.labels)
         missing = labels.keys() - pod.labels.keys()
         if any(pod.labels[key] != labels[key] for key in labels.keys() - missing):
@@ -170,7 +172,7 @@ class Bindings:
 
 
 def _texts(values: Mapping[str, str | None]) -> dict[str, str]:
-    # None stands for a key that must not be there
+    # without the keys that must not be there: their value is None
     return {key: value for key, value in values.items() if value is not None}
 
 

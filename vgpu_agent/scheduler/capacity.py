@@ -30,7 +30,7 @@ MAX_NAMES = 5  # of Nodes with one reason
 _GIB = 1024  # MiB
 _WHOLE_PERCENT = 100
 _AT_ONCE = 256  # Nodes, or amounts taken of cards, that are counted between two yields
-# Lower ends of the buckets of free memory, in MiB; the sizes of cards in use are among them.
+# Lower ends of the buckets of free memory, in MiB; the usual sizes of cards are among them.
 BUCKETS_MIB = (
     1,
     *(gib * _GIB for gib in (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)),
@@ -58,7 +58,7 @@ class Cards(msgspec.Struct):
 
     Attributes:
         untouched: no pod has a share of them.
-        partly: they can serve another container.
+        partly: pods have shares of them, and they can serve another container.
         full: they have no slot, no memory or no compute left.
         unhealthy: they serve no new container.
         mig: they are divided into MIG instances.
@@ -111,7 +111,7 @@ class CardType(msgspec.Struct):
         memory_mib: of these cards.
         cores_percent: of these cards.
         slots: of these cards.
-        free_memory: the histogram; buckets without cards are left out.
+        free_memory: the cards by free memory; buckets without cards are left out.
     """
 
     type: str
@@ -205,7 +205,7 @@ def capacity(views: Sequence[NodeView]) -> Generator[None, None, Capacity]:
 
 
 def _by_hardware(views: Sequence[NodeView]) -> list[list[State]]:
-    """Return the states of all Nodes, grouped by equal cards."""
+    """Group by equal cards the states of all Nodes: their cards, and what is taken of each."""
     found: dict[int, list[State]] = {}
     for view in views:
         if view.state is not None:
@@ -237,9 +237,11 @@ class _Types:
         """
         for model in {card.model for card in hardware.cards}:
             self._of(model).nodes += len(taken)
-        for card, column in zip(hardware.cards, zip(*taken, strict=True), strict=True):
+        # `of_card`: what is taken of this card, on each of the Nodes
+        for card, of_card in zip(hardware.cards, zip(*taken, strict=True), strict=True):
+            # cards that differ in nothing but their NUMA node are counted together
             kind = msgspec.structs.replace(card, numa=None), hardware.memory_factor
-            self._taken.setdefault(kind, collections.Counter()).update(column)
+            self._taken.setdefault(kind, collections.Counter()).update(of_card)
             yield
         whole = _whole(hardware)
         for nodes in _parts(taken):

@@ -1,8 +1,8 @@
 """The verb filter-dryrun: all Nodes on which a pod would fit, and in detail why it does not fit on
 the others (vgpu-manager §5.1, §5.2).
 
-For the Cluster Autoscaler, which also asks about Nodes that it would create. Those are in the
-request as objects, and the API server does not have them. No cards are kept, and nothing is
+The verb is for the Cluster Autoscaler, which also asks about Nodes that it would create. Those are
+in the request as objects, and the API server does not have them. No cards are kept, and nothing is
 written.
 """
 
@@ -103,8 +103,8 @@ class FilterDryRun:
         # a Node that does not exist yet is judged by its object alone
         for name, raw in candidates.items():
             if raw is not None and not self._book.knows(name):
-                described = cards_of(self._family, self._read_node(raw))
-                found[name] = refusal_on(demand, described)
+                cards = cards_of(self._family, self._read_node(raw))
+                found[name] = refusal_on(demand, cards)
         return found
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.records import FilterCalls
     from vgpu_agent.scheduler.shortage import CardRoom
 
-FITS = "Fits"
+FITS = "Fits"  # in place of the code of a reason, for Nodes on which the pod fits
 MAX_ROWS = 30  # of the table, unless each Node has one
 MAX_NAMES = 5  # of Nodes in a row
 _LONGEST_MESSAGE = 600  # characters of kube-scheduler's own report
@@ -77,12 +77,13 @@ class Facts(msgspec.Struct, frozen=True):
         family: reads the pod.
         views: all Nodes, with their cards and what pods have of them.
         holding: the cards that the pod holds, or that are kept for it; None if there are none.
-        kept: set if the pod is not bound, and cards are kept for it.
+        kept: the cards that are kept for the pod until it is bound, its *promise*; None if there
+            are none.
         filter_calls: kube-scheduler's filter calls about it; None if there was none.
         started_at: unix seconds since which filter calls are remembered.
         schedulers: ``schedulerName`` of all pods in filter calls: the schedulers that use this
             extender.
-        name_of: the name of a pod by its UID.
+        name_of: returns the name of a pod with this UID.
         now: unix seconds.
         doubts: reasons why these facts may be out of date or incomplete, in sentences; mostly
             empty.
@@ -165,7 +166,7 @@ def unknown(name: str) -> Explanation:
     """Explain a pod that the API server does not have."""
     namespace, _, _ = name.partition("/")
     text = (
-        f"There is no pod {name}. It was deleted, or its name or namespace is another one: "
+        f"There is no pod {name}. It was deleted, or its name or namespace is different: "
         f"kubectl get pods -n {namespace}"
     )
     return Explanation(name, Situation.UNKNOWN.value, (text,))
@@ -179,7 +180,7 @@ def explain(
     Args:
         facts: what is known.
         every_node: the table has a row for each Node, not one for each group of equal Nodes.
-        is_over: tells when the time is over, so that two long searches stop: how many such pods
+        is_over: tells when the time is up, so that two long searches stop: how many such pods
             fit, and which changes of the pod would help. The reasons are always complete.
     """
     pod = facts.pod
@@ -206,6 +207,7 @@ def _about(
     facts: Facts, wanted: PodDemand, *, every_node: bool, is_over: Callable[[], bool]
 ) -> Generator[None, None, Explanation]:
     demand, keys = wanted.demand, facts.family.key_names  # names of resources and annotations
+    # Nodes with equal cards, equally in use: all fit, or are refused for the same reason
     groups = yield from survey.grouped(demand, facts.views)
     fitting = sum(len(group.views) for group in groups if group.fits)
     # how many such pods fit, one after the other
@@ -262,7 +264,7 @@ def _without_demand(facts: Facts, situation: Situation, why: tuple[str, ...]) ->
 
 
 def _no_request(facts: Facts) -> Iterator[str]:
-    keys = facts.family.key_names
+    keys = facts.family.key_names  # `number`: the resource for the number of cards
     named = sorted({name for each in facts.pod.containers for name in each.limits})
     yield (
         f"No container of pod {facts.pod.full_name} asks for {keys.number}, so the extender has "
@@ -349,6 +351,7 @@ def _held(holding: Holding, views: Sequence[NodeView]) -> str:
     view = next((view for view in views if view.name == holding.node), None)
     numbers = {uuid: number for number, uuid in enumerate(view.uuids)} if view else {}
     texts = []
+    # for each container: its kind, and its cards
     for kind, cards in zip(holding.kinds, holding.cards, strict=True):
         of_kind = "" if kind is ContainerKind.MAIN else f" in {_KINDS[kind]}"
         for card in cards:
@@ -435,7 +438,7 @@ def _scheduling(facts: Facts) -> Iterator[str]:
         elif not waiting.gates:
             yield (
                 f"Either {scheduler} does not run or does not use this extender, or it has not "
-                "reached the pod: it also asks only after its own checks have left a Node over."
+                "reached the pod: it asks only when a Node has passed its own checks."
             )
     if waiting.reason:
         yield (
@@ -500,7 +503,9 @@ def _conditions(demand: Demand, keys: KeyNames) -> Mapping[str, str]:
 
 
 class _Collected:
-    """Nodes with one answer to the pod, and with the same reasons of their cards."""
+    """A row while it is collected: Nodes with one answer to the pod, and with the same reasons of
+    their cards. ``memory``, ``cores`` and ``untouched`` are the last three figures of `Row`.
+    """
 
     __slots__ = ("cards", "cores", "memory", "names", "nodes", "untouched")
 
@@ -510,7 +515,7 @@ class _Collected:
         self.cards: collections.Counter[str] = collections.Counter()
 
     def add(self, group: Group, left: Sequence[CardRoom], views: Sequence[NodeView]) -> None:
-        """Count Nodes of a group; ``left`` has the rest of the cards of each of them."""
+        """Count Nodes of a group; ``left`` has what is free of the cards of each of them."""
         self.nodes += len(views)
         self.names += [each.name for each in views[: max(MAX_NAMES - len(self.names), 0)]]
         for reason, cards in group.cards.items():
@@ -533,7 +538,7 @@ def _rows(
     )
     for group in groups:
         view = group.views[0]
-        # without the cards that the pod's types and UUIDs rule out
+        # without the cards that the pod rules out by product name or UUID
         left = shortage.rooms(view, view.unwanted(demand))
         code, reason = _code(group.refusal.reason if group.refusal else None)
         key = code, reason, view.unfit.note if view.unfit else "", frozenset(group.cards)

@@ -57,6 +57,7 @@ _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
 _AGAIN = "kube-scheduler will filter it again"
 _TEXTS = {reason: reason.value for reason in Reason}
+# A pod's annotation cannot have cards kept for longer, unless the operator's setting is longer.
 _MOST_GRACE_SECONDS = 300.0
 # kube-scheduler tries each pod again after five minutes, whatever the answer was. Within them, the
 # text of a refusal makes it try again at most ten times (`_refusal`). At most `_MAX_REFUSED` pods
@@ -101,7 +102,7 @@ class _Promise(msgspec.Struct):
         binding: the pod is being bound, or the result of a bind is unknown. Then only the watch of
             pods, or an answer of the API server about the pod, ends the promise.
         under_way: a request about the pod has no answer yet.
-        state: the annotations and labels that the bind writes.
+        state: the annotations and labels that the bind writes; None before it.
     """
 
     pod: Pod
@@ -131,7 +132,7 @@ def _lost(promise: _Promise) -> RequestRefusedError:
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """Cards that are kept for a pod that is not bound yet, for ``/explain``.
+    """A promise for ``/explain``: cards that are kept for a pod that is not bound yet.
 
     Attributes:
         holding: the cards.
@@ -250,8 +251,8 @@ class Extender:
         held = self._book.holding(pod.uid)
         if held is not None and held.node == pod.node and not pod.ended:
             # a promise without a bind says nothing about a pod that another scheduler has bound
-            is_its_own = promise is None or promise.binding
-            if holding is None or (is_its_own and len(holding.cards) <= len(held.cards)):
+            is_bound_with_held = promise is None or promise.binding
+            if holding is None or (is_bound_with_held and len(holding.cards) <= len(held.cards)):
                 holding = held
         if holding is None:
             self._book.release(pod.uid)
@@ -269,7 +270,7 @@ class Extender:
         self.records.forget(uid)
 
     def expire_promises(self) -> None:
-        """End the promises whose time is over; call this regularly."""
+        """End the promises whose time is up; call this regularly."""
         now = asyncio.get_running_loop().time()
         for uid, promise in tuple(self._promises.items()):
             if promise.until <= now and not promise.binding:
@@ -430,6 +431,7 @@ class Extender:
         if promise is None:
             return None
         node = promise.holding.node
+        # `can_keep`: the Node still has the cards, fit for use and not overcommitted
         if node in candidates and promise.wanted == wanted and self._book.can_keep(pod.uid):
             promise.until = self._kept_until(pod)
             return Choice(node=node, holding=promise.holding, reasons={})
@@ -447,7 +449,7 @@ class Extender:
         # that add one card after the other.
         with searches_seen_by(self._metrics.count_search):
             choice = self.alignment.choose(pod, wanted.demand, candidates)
-        self._metrics.count_refusals(FILTER, collections.Counter(choice.reasons.values()))
+        self._metrics.count_refused_nodes(FILTER, collections.Counter(choice.reasons.values()))
         if choice.holding is not None:
             # The topology mode: the pod asks for linked cards, or for cards of one NUMA node. The
             # fallback says what they have where that was not possible.
@@ -465,7 +467,7 @@ class Extender:
             if self._events is not None:
                 self._events.matched(pod, choice.node)
         else:
-            self._metrics.count_refused(wanted.demand, choice.reasons.values())
+            self._metrics.count_strict_refusal(wanted.demand, choice.reasons.values())
             if self._events is not None:
                 self._events.fits_nowhere(pod, choice.reasons)
         return choice
@@ -493,8 +495,8 @@ class Extender:
         since, tries, reasons = self._refused.pop(uid, (now, 0, frozenset()))
         if now - since >= _TRIES_SECONDS:
             since, tries, reasons = now, 0, frozenset()
-        # For a demand that names cards only the reasons of the sample are known. Those of earlier
-        # samples are added, so that the text stops changing in the end.
+        # For a demand that names cards by UUID, only the reasons of the sample are known. Those of
+        # earlier samples are added, so that the text stops changing in the end.
         reasons = (reasons if demand.names_cards else frozenset()) | set(survey.reasons)
         tries = min(tries + 1, len(self._book) // candidates + 1, _MAX_TRIES)
         self._refused[uid] = since, tries, reasons

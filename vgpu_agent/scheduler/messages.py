@@ -34,7 +34,9 @@ class _NodeList(msgspec.Struct):
 
 
 class FilterArguments(msgspec.Struct, rename="pascal"):
-    """The pod, and the Nodes on which it may go, by name (``nodeCacheCapable``) or as objects."""
+    """The pod, and the Nodes on which it may go: by name, if kube-scheduler's configuration says
+    ``nodeCacheCapable``, or as objects.
+    """
 
     pod: msgspec.Raw = msgspec.Raw()
     nodes: _NodeList | None = None
@@ -184,7 +186,7 @@ def preemption_arguments(body: bytes) -> PreemptionArguments:
     """Decode the arguments of a preemption.
 
     Raises:
-        RequestRefusedError: they are none.
+        RequestRefusedError: the body has none.
     """
     return _decoded(body, PreemptionArguments, "ExtenderPreemptionArgs")
 
@@ -193,7 +195,7 @@ def filter_arguments(body: bytes) -> FilterArguments:
     """Decode the arguments of a filter.
 
     Raises:
-        RequestRefusedError: they are none.
+        RequestRefusedError: the body has none.
     """
     return _decoded(body, FilterArguments, "ExtenderArgs")
 
@@ -202,7 +204,7 @@ def binding_arguments(body: bytes) -> BindingArguments:
     """Decode the arguments of a bind.
 
     Raises:
-        RequestRefusedError: they are none, or a name is not what Kubernetes allows.
+        RequestRefusedError: the body has none, or a name is not what Kubernetes allows.
     """
     found = _decoded(body, BindingArguments, "ExtenderBindingArgs")
     for name in (found.pod_namespace, found.pod_name, found.node):  # parts of a request's path

@@ -1,4 +1,4 @@
-"""The metrics of the extender, under the names of vgpu-manager's (vgpu-manager §5.10)."""
+"""The metrics of the extender, with the names that vgpu-manager gives them (vgpu-manager §5.10)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SUCCESS, REFUSED, ERROR = "success", "refused", "error"
 
 
 class _Process(Collector):
-    """Metrics of the process, under the names that all of Prometheus's client libraries use. That
-    of Python reads files for them that may block.
+    """Metrics of the process, under the names that all of Prometheus's client libraries use.
+    Python's client library reads files for them, which may block.
 
     State: when the process has started.
     """
@@ -94,12 +94,12 @@ class Metrics:
         )
         self._protected = self._counter(
             "preempt_protected_total",
-            "Pods that were no victims, by the reason.",
+            "Pods that must not be preempted, by the reason.",
             ("reason",),
         )
         self._added = Histogram(
             f"{_PREFIX}_preempt_victims_added",
-            "Victims on a Node beside those that kube-scheduler has proposed.",
+            "Victims on a Node beyond those that kube-scheduler has proposed.",
             buckets=_VICTIMS,
             registry=self._registry,
         )
@@ -165,10 +165,10 @@ class Metrics:
             self._seconds.labels(verb, "total").observe(time.perf_counter() - began)
 
     def count(self, verb: str, result: str) -> None:
-        """Count one call of kube-scheduler."""
+        """Count one call of kube-scheduler; ``result`` is `SUCCESS`, `REFUSED` or `ERROR`."""
         self._verbs.labels(verb, result).inc()
 
-    def count_refusals(self, verb: str, reasons: Mapping[Reason, int]) -> None:
+    def count_refused_nodes(self, verb: str, reasons: Mapping[Reason, int]) -> None:
         """Count the Nodes that could not take a pod: reason → how many Nodes."""
         for reason, number in reasons.items():
             self._rejects.labels(verb, reason.name).inc(number)
@@ -183,7 +183,7 @@ class Metrics:
             result = "fallback" if fallback else "satisfied"
             self._topology.labels(demand.topology_mode, result).inc()
 
-    def count_refused(self, demand: Demand, reasons: Iterable[Reason]) -> None:
+    def count_strict_refusal(self, demand: Demand, reasons: Iterable[Reason]) -> None:
         """Count a pod that fits on no Node, if one of the ``reasons`` is that its strict topology
         mode could not be followed.
         """

@@ -31,7 +31,7 @@ def explanation(found: Explanation) -> str:
         if sentences:
             lines += ["", title, *(f"  {line}" for line in sentences)]
     if found.table:
-        is_of_one = all(row.nodes == 1 for row in found.table)
+        has_every_node = all(row.nodes == 1 for row in found.table)
         # `KEPT`: cards are kept for it until it is bound
         is_placed = found.situation in {Situation.BOUND.value, Situation.KEPT.value}
         title = "Nodes, for one more such pod" if is_placed else "Nodes"
@@ -39,7 +39,7 @@ def explanation(found: Explanation) -> str:
         # all=1 is the parameter of `/explain`, --all the flag of `vgpu-agent why`
         if found.left_out:
             lines.append(f"  … and {found.left_out} more rows; all=1 (--all) shows every Node")
-        elif not is_of_one:
+        elif not has_every_node:
             lines.append("  all=1 (--all) shows every Node")
     return _text(lines)
 

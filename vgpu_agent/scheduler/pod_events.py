@@ -84,8 +84,8 @@ class PodEvents:
             pod,
             NOT_PREEMPTED,
             lambda: (
-                f"preemption: 0/{nodes} nodes are available: on none of them the pod would get "
-                "its cards if all pods went that may go for it"
+                f"preemption: 0/{nodes} nodes are available: on none of them would the pod get "
+                "its cards if all pods that may go for it went"
             ),
         )
 
@@ -133,6 +133,7 @@ class PodEvents:
 
     def _spend(self, now: float) -> None:
         """Count one event against the rate limit."""
+        # after a pause, `BOUND_AT_ONCE` events may follow each other at once
         earliest = now - BOUND_AT_ONCE / BOUND_A_SECOND
         self._next_at = max(self._next_at, earliest) + 1 / BOUND_A_SECOND
 
@@ -141,6 +142,7 @@ class PodEvents:
             self._events.raise_event(pod, reason, text())
 
     def _is_due(self, pod: Pod, reason: str) -> bool:
+        """Tell whether a pod may get an event with this reason now; then it counts as raised."""
         now, key = asyncio.get_running_loop().time(), (pod.uid, reason)
         if now - self._last_raised.get(key, float("-inf")) < REPEATED_SECONDS:
             return False

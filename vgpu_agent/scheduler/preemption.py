@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # After so many Nodes, other tasks of the event loop run; each Node takes less than a millisecond.
 _NODES_AT_ONCE = 16
 
-# Why a pod must not be preempted, beside the reasons in `SchedulingFacts.protected`: it is
+# Why a pod must not be preempted, besides the reasons in `SchedulingFacts.protected`: it is
 # critical, static, or of a DaemonSet. `_NOT_BOUND`: it has cards in the book, but is not known to
 # be bound.
 _NOT_BOUND, _SAME_GANG, _NOT_LOWER = "not_bound", "same_gang", "not_lower_priority"
@@ -188,8 +188,8 @@ class Preemption:
         """Return the victims on a Node; None where no preemption would make the pod fit.
         ``proposal`` has the victims that kube-scheduler has chosen.
         """
-        view = self._book.cards_in_use(name)
-        if view is None:
+        view = self._book.cards_in_use(name)  # its cards, and what each pod has of them
+        if view is None:  # it has no cards
             return None
         chosen = self._chosen(name, view, proposal, preemptor)
         if chosen is None:
@@ -207,8 +207,8 @@ class Preemption:
     def _chosen(
         self, name: str, view: CardsInUse, proposal: Proposal, preemptor: _Preemptor
     ) -> Sequence[Victim] | None:
-        """Return the victims on a Node. If the pod must be near its peers, only cards there are
-        tried; otherwise victims there are preferred.
+        """Return the victims on a Node; None as in `_on_node`. If the pod must be near its peers,
+        only cards there are tried; otherwise victims there are preferred.
         """
         # sets of cards that are linked to each other, or near the network of the peers' cards; in
         # the order in which they are tried
@@ -230,8 +230,9 @@ class Preemption:
         cards: Collection[int] | None = None,
         near: Collection[int] = (),
     ) -> Sequence[Victim] | None:
-        """Return the victims for a pod that may use ``cards``, by default all of the Node. Victims
-        on the cards ``near``, those near the pod's peers, are preferred. Cards are given by number.
+        """Return the victims for a pod that may use ``cards``, by default all of the Node; None as
+        in `_on_node`. Victims on the cards ``near``, those near the pod's peers, are preferred.
+        Cards are given by number.
         """
         every = range(len(view.hardware.cards))
         outside = set(every).difference(every if cards is None else cards)
@@ -246,7 +247,7 @@ class Preemption:
             | unwanted(preemptor.demand, view.hardware, view.uuids),
             verdicts=preemptor.verdicts,
         )
-        # what each pod takes of each card; that of the preemptor itself does not count
+        # `footprints`: what each pod takes of each card; that of the preemptor does not count
         if own := view.footprints.get(preemptor.uid):
             room.take_away(Victim(preemptor.uid, facts=None, footprint=own))
         proposed = [

@@ -356,7 +356,7 @@ class Service:
     async def _expire_promises(
         self, supervisor: Supervisor, certificate: Certificate | None
     ) -> None:
-        """End promises whose time is over. The same loop freezes objects once, after the start, and
+        """End promises whose time is up. The same loop freezes objects once, after the start, and
         loads a renewed certificate.
         """
         has_frozen = False
@@ -531,7 +531,7 @@ class Service:
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     def _update_gauges(self) -> None:
-        """Update the gauges."""
+        """Set the metrics that show the present state."""
         lease = self._options.lease
         if lease is None or not lease.is_schedulers:  # otherwise `_follow_scheduler` knows
             self.metrics.leads.set(self.leads)

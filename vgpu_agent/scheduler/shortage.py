@@ -31,7 +31,7 @@ _WHOLE_PERCENT = 100
 # reasons that are about the cards that the pod selects, not about what is free on them
 _MISMATCHES = (Reason.DeviceTypeMismatch, Reason.DeviceUUIDMismatch)
 # topology mode of a pod, which its cards must satisfy → how the cards belong together
-_REASON_OF_MODE = {
+_HOW_TOGETHER = {
     LINK_STRICT: "joined by NVLink",
     NUMA_STRICT: "on one NUMA node",
 }
@@ -109,7 +109,7 @@ class _Figures:
         self.names: list[str] = []  # of the first `MAX_NAMES` Nodes
         # detail of why a Node can take no pod → a Node with this detail
         self.notes: dict[str, str] = {}
-        # the amount that each of the best `most_cards` cards of a Node has free, at least
+        # the least free amount among the `most_cards` cards of a Node that have the most free
         self.memory, self.cores = _Best(), _Best()
         # all memory and all compute of one card, whether free or not
         self.size, self.core_size = _Best(), _Best()
@@ -117,7 +117,7 @@ class _Figures:
         self.slots, self.all_memory, self.all_cores = _Best(), _Best(), _Best()
         # the number of cards of a Node: not blocked; with all memory free and enough compute for
         # any container of the pod; without any pod
-        self.usable, self.untouched, self.empty = _Best(), _Best(), _Best()
+        self.usable, self.memory_free, self.untouched = _Best(), _Best(), _Best()
         # why cards are blocked → how many cards of these Nodes
         self.blocked: collections.Counter[Reason] = collections.Counter()
 
@@ -141,7 +141,7 @@ class _Figures:
         left = rooms(view, view.unwanted(self._demand))
         self.usable.offer(sum(card.blocked is None for card in view.state.hardware.cards), view)
         self.slots.offer(sum(each.slots for each in left), view)
-        self.empty.offer(sum(each.is_untouched for each in left), view)
+        self.untouched.offer(sum(each.is_untouched for each in left), view)
         self.all_memory.offer(sum(each.memory_mib for each in left), view)
         self.all_cores.offer(sum(each.cores_percent for each in left), view)
         # the numbers of the cards of which no memory is taken; the amounts taken of a card are
@@ -152,7 +152,7 @@ class _Figures:
             if not view.state.taken[each.card][1]
             and each.cores_percent >= max(c.cores_percent for c in self._demand.containers)
         ]
-        self.untouched.offer(len(whole), view, whole)
+        self.memory_free.offer(len(whole), view, whole)
         by_memory = sorted(left, key=lambda each: -each.memory_mib)[: self._most]
         if len(by_memory) == self._most:
             self.memory.offer(
@@ -179,7 +179,7 @@ def sentences(
         demand: of the pod.
         groups: all Nodes, compared with it; those with equal cards, equally in use, are one group.
         keys: the names of resources and annotations.
-        name_of: the name of a pod by its UID.
+        name_of: returns the name of a pod with this UID.
     """
     by_reason: dict[Reason, _Figures] = {}
     for group in groups:
@@ -195,7 +195,7 @@ def sentences(
     # `names_cards`: it selects cards by UUID
     if found and (demand.names_cards or demand.include_types or demand.exclude_types):
         wanted = yield from _wanted(demand, groups, name_of)
-        found.append(_exist(wanted, demand, keys))
+        found.append(_existing_cards(wanted, demand, keys))
     return tuple(found)
 
 
@@ -232,7 +232,7 @@ def possible_changes(changes: Changes, demand: Demand, keys: KeyNames) -> tuple[
 
 
 def _changed(change: Change, demand: Demand, keys: KeyNames) -> str:
-    # for each container, in units of the memory resource; None for a percentage of a card's memory
+    # of each container, in units of the memory resource; None for a percentage of a card's memory
     memory = [each.memory_units for each in demand.containers]
     cores = max(each.cores_percent for each in demand.containers)
     match change.field:
@@ -331,7 +331,7 @@ class _Missing(msgspec.Struct, frozen=True):
         figures: the best figures of these Nodes.
         demand: of the pod.
         keys: the names of resources and annotations.
-        name_of: the name of a pod by its UID.
+        name_of: returns the name of a pod with this UID.
     """
 
     reason: Reason
@@ -344,7 +344,7 @@ class _Missing(msgspec.Struct, frozen=True):
 def _slots(missing: _Missing) -> str:
     demand, best = missing.demand, missing.figures.slots
     if any(each.alone for each in demand.containers):  # with no other pod on its cards
-        best = missing.figures.empty
+        best = missing.figures.untouched
         return (
             f"the pod wants {counted(demand.most_cards, 'card')} of one Node for itself; the most "
             f"cards without any pod on one are {best.figure}{_on(best)}. Wait until pods there end."
@@ -368,7 +368,7 @@ def _cards(missing: _Missing) -> str:
 
 
 def _out_of_use(missing: _Missing) -> str:
-    # A family may leave such a Node out as a whole; then its cards are not counted.
+    # A family may declare a Node unfit for this reason; then it has no cards here to be counted.
     blocked = _blocked(missing.figures.blocked)
     what = f"{blocked}, so too few are left" if blocked else "no card is of use to the pod"
     return (
@@ -379,7 +379,7 @@ def _out_of_use(missing: _Missing) -> str:
 
 def _topology(missing: _Missing) -> str:
     demand = missing.demand
-    how = _REASON_OF_MODE.get(demand.topology_mode, "that belong together")
+    how = _HOW_TOGETHER.get(demand.topology_mode, "that belong together")
     # the mode that prefers the same cards, and does not demand them
     looser = LINK if missing.reason is Reason.LinkTopologyUnsatisfied else NUMA
     return (
@@ -400,7 +400,7 @@ def _memory_policy(missing: _Missing) -> str:
 
 
 def _notes(missing: _Missing) -> str:
-    """Return the details beside the reason, each with one Node that has it."""
+    """Return the details besides the reason, each with one Node that has it."""
     return "".join(
         f" {shortened(name, _LONGEST_NAME)} has: {note}."
         for note, name in list(missing.figures.notes.items())[:MAX_NAMES]
@@ -464,12 +464,12 @@ def _memory(missing: _Missing) -> str:
             f"{asked} MiB on each of its cards. Lower {keys.memory}, or add larger cards."
         )
     part = max(parts, default=0)
-    if part == _WHOLE_PERCENT and figures.untouched.figure < parts[part]:
+    if part == _WHOLE_PERCENT and figures.memory_free.figure < parts[part]:
         return (
             f"the pod asks for all memory of {counted(parts[part], 'card')} of one Node, so no "
             "other pod may have memory of them; the most such cards of one Node are "
-            f"{figures.untouched.figure}{_on(figures.untouched)}. Wait until pods there end, or "
-            f"set {keys.memory}."
+            f"{figures.memory_free.figure}{_on(figures.memory_free)}. Wait until pods there end, "
+            f"or set {keys.memory}."
         )
     if part and not most:
         return (
@@ -552,7 +552,7 @@ _SENTENCES: Mapping[Reason, Callable[[_Missing], str]] = {
 }
 
 
-def _exist(wanted: _Wanted, demand: Demand, keys: KeyNames) -> str:
+def _existing_cards(wanted: _Wanted, demand: Demand, keys: KeyNames) -> str:
     """Say which cards the pod selects in the whole cluster, and which pods hold them."""
     selection = " and ".join(
         filter(None, (_selection(demand, keys, types=types) for types in (True, False)))

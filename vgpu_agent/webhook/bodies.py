@@ -27,7 +27,8 @@ class Body(msgspec.Struct, frozen=True):
     """The result of reading a body.
 
     Attributes:
-        content: all of it, or its first `START_BYTES`, which are enough for a refusal.
+        content: all of it. Of one that is too large, only the first `START_BYTES`, which are
+            enough for a refusal.
         whole: the body was not too large.
         ended: the client has sent all of it.
     """
@@ -59,8 +60,8 @@ class Bodies:
         body = bytearray()
         whole = True
         try:
-            async with asyncio.timeout(self._seconds) as limit:
-                whole = await self._read_until_too_large(request, body, limit)
+            async with asyncio.timeout(self._seconds) as deadline:
+                whole = await self._read_until_too_large(request, body, deadline)
                 if not whole:
                     del body[START_BYTES:]
                     async for _ in request.content.iter_any():
@@ -72,10 +73,10 @@ class Bodies:
         return Body(bytes(body), whole=whole)
 
     async def _read_until_too_large(
-        self, request: web.Request, body: bytearray, limit: asyncio.Timeout
+        self, request: web.Request, body: bytearray, deadline: asyncio.Timeout
     ) -> bool:
-        """Append to ``body`` until it is too large; tell whether it is complete. ``limit`` is the
-        time limit of the caller, which ends at once if the slot is taken away for another client.
+        """Append to ``body`` until it is too large; tell whether it is complete. ``deadline`` is
+        that of the caller, which ends at once if the slot is taken away for another client.
         """
         # only the start of a body that is declared too large is needed
         declared = request.content_length or 0
@@ -88,6 +89,6 @@ class Bodies:
                     return False
                 # A declared size takes no memory, so only received bytes need a slot.
                 if len(body) > _LARGE_BYTES and not is_large:
-                    await slot.enter_async_context(self._slots.held(request.remote or "", limit))
+                    await slot.enter_async_context(self._slots.held(request.remote or "", deadline))
                     is_large = True
         return True

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 AUTHORITY_DAYS, AUTHORITY_LEFT_DAYS = 3650.0, 365.0
 CERTIFICATE_DAYS, CERTIFICATE_LEFT_DAYS = 90.0, 30.0
 _DAY_SECONDS = 86400.0
-# So much before now the validity begins, since the clocks of the API server and of this machine may
-# differ.
+# The validity begins this long before now, since the clocks of the API server and of this machine
+# may differ.
 _EARLIER_SECONDS = 3600.0
-# A certificate that becomes valid only after so many more seconds was made on a machine whose clock
-# is too far ahead, so it cannot be used.
+# A certificate whose validity begins further ahead than this was made on a machine whose clock is
+# too far ahead, so it cannot be used.
 _SKEW_SECONDS = 300.0
 # Authorities in a bundle (``caBundle`` of a webhook configuration) beside those in the Secret in
 # which the replicas of the webhook share their certificate: each replica that starts may have made
@@ -210,7 +210,7 @@ def _certificate(
     authority: x509.Certificate,
     authority_key: ec.EllipticCurvePrivateKey,
 ) -> x509.Certificate:
-    by = authority_key.public_key()
+    signer = authority_key.public_key()
     return (
         _builder(
             subject=_subject(names[0]),
@@ -227,7 +227,7 @@ def _certificate(
         .add_extension(
             x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False
         )
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(by), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
         .sign(authority_key, hashes.SHA256())
     )
 

@@ -6,8 +6,8 @@ import msgspec
 
 from vgpu_agent.webhook.new_pod import Pinned
 
-# A pod with 1.5 MiB, as large as etcd takes, comes in JSON. Only one with very many < > & is larger
-# than this: they take six bytes each.
+# etcd takes a pod of at most 1.5 MiB. Its JSON in a review is larger than this only with very many
+# < > &, which take six bytes each there.
 MAX_BODY_BYTES = 8 * 1024 * 1024
 # Less than timeoutSeconds of the webhook configurations: the API server does not wait longer.
 BODY_SECONDS = 4.0
@@ -57,8 +57,8 @@ class Options(msgspec.Struct, frozen=True):
         pinned: the treatment of ``spec.nodeName`` of pods that a scheduler must place; by default a
             node affinity replaces it.
         watches_nodes: warn of requests that are larger than the largest Node that was seen.
-        least_largest_node: GPUs of the largest Node that there is or may come, unless a larger one
-            was seen; a request of more is refused. 0 where the operator does not say.
+        assumed_largest_node: GPUs of the largest Node that there is or may come, unless a larger
+            one was seen; a request of more is refused. 0 where the operator does not say.
         max_body_bytes: of a review; a larger one is refused.
         body_seconds: how long a review may take to arrive.
         drain_seconds: how long the server goes on after a signal to stop, so that it is removed
@@ -71,7 +71,7 @@ class Options(msgspec.Struct, frozen=True):
     port: int = 9443
     pinned: Pinned = Pinned.AFFINITY
     watches_nodes: bool = True
-    least_largest_node: int = 0
+    assumed_largest_node: int = 0
     max_body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
     drain_seconds: float = 5.0

@@ -61,7 +61,7 @@ class _Secret(msgspec.Struct):
 
 
 class OwnCertificate:
-    """See the module; `run` is the loop, `context` is for each new connection.
+    """The certificate; see the module. `run` is the loop, `context` is for each new connection.
 
     State: the certificate in use, the authorities in the Secret and since when they are known, and
     the authorities in the webhook configurations after the last round. Until the first round has

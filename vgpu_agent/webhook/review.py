@@ -44,7 +44,7 @@ MUTATE, VALIDATE = "mutate", "validate"
 ALLOWED, CHANGED, DENIED = "allowed", "changed", "denied"
 UNREADABLE, LARGE, SLOW, FAILED = "unreadable", "too_large", "too_slow", "failed"
 _FAILED_TEXT = "the webhook failed on this pod; its log has the reason (webhook.failed)"
-_LAST_FRAMES = 8
+_LAST_FRAMES = 8  # of a traceback, in the log
 
 
 class Reviewer:

@@ -72,7 +72,7 @@ async def run(options: Options, family: AdmissionFamily, credentials: Credential
     await Service(options, family, credentials).run()
 
 
-class _LargestNode:
+class _NodeSizes:
     """The receiver of a watch of Nodes.
 
     State: the largest amounts that were seen since the start. They include removed Nodes, which may
@@ -90,6 +90,7 @@ class _LargestNode:
 
     def put(self, item: Node, /) -> None:
         """Take note of a Node that was added or changed."""
+        # `joined`: the larger of each amount
         self.seen = self.seen.joined(self._family.size_of(item.annotations))
 
     def remove(self, item: Node, /) -> None:
@@ -115,7 +116,7 @@ class Service:
             pinned=options.pinned,  # what becomes of a pod's spec.nodeName
         )
         self._client = ApiClient(credentials) if credentials is not None else None
-        self._sizes_of_nodes = _LargestNode(family)
+        self._sizes_of_nodes = _NodeSizes(family)
         self._nodes: Reflector[Node] | None = None
         self._own_certificate: OwnCertificate | None = None
         if options.watches_nodes:
@@ -148,7 +149,7 @@ class Service:
     def _largest_node(self) -> LargestNode:
         """Return the largest known amounts; zeros until all Nodes have been listed."""
         # the operator's word: the number of GPUs of the largest Node that may come; 0: none given
-        stated = self._options.least_largest_node
+        stated = self._options.assumed_largest_node
         # with `is_limit`, a request for more is refused, and not only warned of
         limit = LargestNode(gpus=stated, is_limit=stated > 0)
         if self._nodes is None:

@@ -4,8 +4,8 @@ A slot is the right to send the webhook a large body (`bodies`).
 
 Any client that reaches the webhook's port can take all slots and then be silent. So a free slot
 goes to the address that has the fewest. If none is free, an address that has several loses its
-oldest slot to an address that has fewer. A fixed limit per address would not work: all calls may
-come from one API server.
+oldest slot to an address that has at least two fewer. A fixed limit per address would not work: all
+calls may come from one API server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-# A large body of the API server arrives in much less time; a slot is not taken away before.
+# A large body of the API server arrives in much less time; no slot is taken away sooner.
 UNDISTURBED_SECONDS = 0.5
 
 
@@ -29,19 +29,19 @@ class _Held(msgspec.Struct, eq=False):
 
     host: str
     since: float
-    limit: asyncio.Timeout
+    deadline: asyncio.Timeout
 
 
 class _Waiting(msgspec.Struct, eq=False):
     """A client that waits for a slot, which ``got`` receives."""
 
     host: str
-    limit: asyncio.Timeout
+    deadline: asyncio.Timeout
     got: asyncio.Future[_Held]
 
 
 class Slots:
-    """``most`` slots in all; use `held` to have one.
+    """A set of ``most`` slots; use `held` to have one.
 
     State: the holders and the waiting clients, both oldest first.
     """
@@ -54,14 +54,15 @@ class Slots:
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
-    async def held(self, host: str, limit: asyncio.Timeout) -> AsyncIterator[None]:
+    async def held(self, host: str, deadline: asyncio.Timeout) -> AsyncIterator[None]:
         """Wait for a slot, and hold it until the context ends.
 
         Args:
             host: the client's address.
-            limit: the caller's timeout around this; it is moved to now when the slot is taken away.
+            deadline: the caller's timeout around this; it is moved to now when the slot is taken
+                away.
         """
-        waiting = _Waiting(host, limit, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(host, deadline, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         try:
             self._distribute()
@@ -77,7 +78,9 @@ class Slots:
             self._distribute()
 
     def _distribute(self) -> None:
-        """Give free slots to waiting clients; take one away if they have too few."""
+        """Give free slots to waiting clients. If none is free, take one from an address that has at
+        least two more than the address of a waiting client.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -85,17 +88,17 @@ class Slots:
         now = loop.time()
         while len(self._held) + len(self._cancelled) < self._most and (first := self._first()):
             self._waiting.remove(first)
-            held = _Held(first.host, now, first.limit)
+            held = _Held(first.host, now, first.deadline)
             self._held.append(held)
             first.got.set_result(held)
         first = self._first()
         if first and not self._cancelled and (oldest := self._surplus(first.host)):
             if (wait := oldest.since + UNDISTURBED_SECONDS - now) > 0:
                 self._timer = loop.call_later(wait, self._distribute)
-            elif not oldest.limit.expired():
+            elif not oldest.deadline.expired():
                 self._held.remove(oldest)
                 self._cancelled.append(oldest)
-                oldest.limit.reschedule(now)
+                oldest.deadline.reschedule(now)
 
     def _first(self) -> _Waiting | None:
         """Return the waiting client whose address has the fewest slots, leaving out
@@ -106,7 +109,7 @@ class Slots:
         return min(waiting, key=lambda one: counts[one.host], default=None)
 
     def _surplus(self, host: str) -> _Held | None:
-        """Return the slot to take away for ``host``; None if no address has two more than it."""
+        """Return the slot to take away for ``host``; None if no address has at least two more."""
         counts = collections.Counter(held.host for held in self._held)
         ((most_host, most),) = counts.most_common(1) or [(host, 0)]
         if most - counts[host] < 2:
