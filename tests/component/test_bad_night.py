@@ -750,7 +750,10 @@ async def test_the_failures_of_one_night(night: Night, monkeypatch: pytest.Monke
 
 # -- an agent that does not start: no page and no event of its own, because nothing of it runs ---
 
-PORT_TAKEN = "the address is already in use; stop its holder (ss -ltnp 'sport = :…' names it) or …"
+PORT_TAKEN = (
+    "the address is already in use; stop the process that holds it "
+    "(ss -ltnp 'sport = :…' names it) or …"
+)
 
 
 @dataclasses.dataclass(frozen=True)

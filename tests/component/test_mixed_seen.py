@@ -92,7 +92,7 @@ async def test_a_pod_whose_gpu_has_gone_to_another_family_is_explained_everywher
     held_back = {row[0]: row[1:] for row in _table(text, "Held back")}
     ids, why = held_back[NUMBER]
     assert ids == "10 of 20"
-    assert why.startswith(f"GPU {index} serves nvidia (1 pod) since 2")
+    assert why.startswith(f"GPU {index} has served nvidia (1 pod) since 2")
     assert why.endswith("; it is free again when its last pod ends")
     refused = " ".join(_table(text, "Refused starts")[0])
     assert refused.count(taken) == 1

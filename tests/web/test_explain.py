@@ -141,7 +141,7 @@ def test_an_error_of_the_gpu_is_not_blamed_on_the_program(volcano_node: AgentSta
     saw_xid(volcano_node, 48, NOW - 42)
 
     assert (
-        "It is an error of the GPU, not of the program; the program may have failed by it."
+        "It is an error of the GPU, not of the program; the program may have failed because of it."
     ) in sentences(volcano_node, "served")
 
 
@@ -279,7 +279,7 @@ def test_a_pod_that_is_not_admitted_yet_sends_to_kubectl(volcano_node: AgentStat
     """No Allocate, no reservation: the agent knows nothing but the pod."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
     assert (
-        "the kubelet has not asked for volcano.sh/vgpu-number for container main: the pod is not "
+        "The kubelet has not asked for volcano.sh/vgpu-number for container main: the pod is not "
         "admitted yet"
     ) in sentences(status, "new")
     assert MEMORY not in sentences(status, "new")
@@ -289,7 +289,7 @@ def test_a_reservation_that_nobody_has_claimed_may_be_the_pods(volcano_node: Age
     """The kubelet writes its records after Allocate. For a moment the grant may be any pod's."""
     volcano_node.cluster.pods = (a_pod("new", wants_vgpus("main")),)
     assert (
-        "its records do not say yet for which container; it may be main (1 such reservations)."
+        "its records do not say yet for which container; it may be main (such reservations: 1)."
         in sentences(volcano_node, "new")
     )
 
@@ -384,7 +384,7 @@ def test_a_limit_that_cannot_be_read_is_quoted(volcano_node: AgentStatus) -> Non
         (
             {"phase": "Failed"},
             (
-                "the kubelet has most likely refused the pod before anything of "
+                "The kubelet has most likely refused the pod before anything of "
                 "volcano.sh/vgpu-number was given to it"
             ),
         ),

@@ -72,12 +72,12 @@ def test_the_page_says_of_each_gpu_whom_it_serves_who_waits_and_what_frees_it(
 def test_each_resource_says_why_it_has_fewer_healthy_ids_than_ids(mixed_node: AgentStatus) -> None:
     """One line a reason, the most ids first."""
     vgpu = (
-        "GPU 2 serves volcano-vgpu (1 pod) since 2027-01-15T07:59:10Z; it is free again when its "
-        "last pod ends"
+        "GPU 2 has served volcano-vgpu (1 pod) since 2027-01-15T07:59:10Z; it is free again when "
+        "its last pod ends"
     )
     nvidia = (
-        "GPUs 0 and 1 serve nvidia (6 pods), the first since 2027-01-15T07:50:00Z; each is free "
-        "again when its last pod ends"
+        "GPUs 0 and 1 have served nvidia (6 pods), the first since 2027-01-15T07:50:00Z; each is "
+        "free again when its last pod ends"
     )
     assert table(mixed_node, "Held back") == [
         ["nvidia.com/gpu", "10 of 20", vgpu],
@@ -126,8 +126,8 @@ def test_sixteen_gpus_are_one_line_and_many_reasons_are_few(mixed_node: AgentSta
     ((_, ids, reason),) = table(mixed_node, "Held back")
     assert ids == "160 of 40"
     assert reason.startswith(
-        "GPUs 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14 and 15 serve nvidia (100 pods), the "
-        "first since"
+        "GPUs 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14 and 15 have served nvidia (100 "
+        "pods), the first since"
     )
     assert len(reason) < 250
     assert all(len(line) < 1000 for line in lines(mixed_node, "GPUs by family"))
@@ -147,7 +147,7 @@ def test_a_pod_that_waits_for_its_gpu_is_told_who_has_it_and_what_to_do(
     assert (
         "Its scheduler has named GPU 0 (GPU-0); the pod has waited for it since "
         "2027-01-15T07:56:50Z.\n"
-        "That GPU serves nvidia since 2027-01-15T07:50:00Z and is freed by the end of 2 pods "
+        "That GPU has served nvidia since 2027-01-15T07:50:00Z and is freed by the end of 2 pods "
         "(ml/a, ml/b); no new pod of nvidia gets any of it meanwhile.\n"
         "To have the pod scheduled anew, delete it; GPU 3 is idle."
     ) in answer(mixed_node, "waits")

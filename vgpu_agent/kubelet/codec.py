@@ -1,9 +1,9 @@
 """The translation between the model and the protobuf messages of the kubelet.
 
-The plugin servers work with ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Only this module
-uses the generated classes of messages, so another protobuf library means a change of one file. It
-reads input with `grpc.wire`, our own strict decoder, because the generated one accepts malformed
-bytes.
+The plugin servers work with ids, `ListedDevice` (an id with its health) and `Edits`; `grpc` moves
+bytes. Only this module uses the generated classes of messages, so another protobuf library means a
+change of one file. It reads input with `grpc.wire`, our own strict decoder, because the generated
+one accepts malformed bytes.
 
 Field numbers: kubelet §1 and §13.
 """
@@ -54,11 +54,11 @@ class DeviceListEncoder:
     """The encoder of ListAndWatch messages for one resource.
 
     A message is the concatenation of its encoded devices. So after a health change only that device
-    is encoded again, and the message takes 1 ms for 10,000 ids. To encode all objects again takes
-    350 ms, and every Allocate would wait for it.
+    is encoded again, and the message takes 1 ms for 10,000 ids. Encoding all objects again would
+    take 350 ms, and every Allocate would wait for it.
 
-    There may be far more numbered ids, which differ in their numbers only. A block of them is
-    encoded by joining its numbers (8 ms for 50,000).
+    There may be far more numbered ids, which differ in their numbers only. A block of them, those
+    of one device, is encoded by joining its numbers (8 ms for 50,000).
 
     State: a cache of the encoded devices, at most two for each id: healthy and unhealthy. Numbered
     ids are not cached.
@@ -156,8 +156,8 @@ def check_budget(resource: Resource) -> None:
         if isinstance(resource.ids, NumberedIds)
         else resource.ids
     )
-    largest = max(element_size_bytes(device) for device in ids)
-    devices = len({device.device for device in ids})
+    largest = max(element_size_bytes(id_) for id_ in ids)
+    devices = len({id_.device for id_ in ids})
     fitting = device_ids.MESSAGE_BUDGET_BYTES // (largest * devices)
     remedy = (
         f"replicas: at most {fitting} for each of the {devices} devices would fit, "

@@ -70,6 +70,7 @@ class DirectoryWatch:
         self, directory: Path, *, poll_seconds: float, journal: Journal, status: KubeletStatus
     ) -> None:
         self.directory = directory
+        # the newest state, with a version for those who wait for the next
         self.state: Latest[DirectoryState] = Latest(DirectoryState())
         self._poll_seconds = poll_seconds
         self._journal = journal
@@ -157,8 +158,8 @@ class DirectoryWatch:
         self.state.publish(state)
 
     def _note_waiting(self) -> None:
-        """Log once that there is no kubelet: at the start at once, and as a warning when it is away
-        for longer than a restart takes.
+        """Log once that there is no kubelet: immediately at the start, and as a warning when it is
+        away for longer than a restart takes.
         """
         if self.state.value.kubelet_socket is not None:
             self._missing_since = None
@@ -178,6 +179,7 @@ class DirectoryWatch:
             return
         else:
             return
+        # again when an error or the remedy is new
         if self._changes.is_new("kubelet", tuple(facts)):
             self._journal.record("kubelet.waiting", level="warning", **facts)
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.device_ids import DeviceId, IdBlock
 
-# A kind of entries has one resource and one length: ids of a resource differ in length by their
-# digits. Entries of kinds beyond this number are decoded one by one.
+# A kind of entries has one resource and one length: ids of a resource differ in length by the
+# number of their digits. Entries of kinds beyond this number are decoded one by one.
 _MAX_KINDS = 64
 _MAX_UNKNOWN = 1000
 # Entries in one match. Without a bound the regex engine would keep tens of thousands of positions
@@ -33,12 +33,12 @@ _MAX_AT_ONCE = b"{1,1000}"
 
 
 class SeenNumbers:
-    """The ids of a resource that the kubelet has: of `NumberedIds` one byte for each, 1 where the
-    kubelet has it, and its other ids. Numbered ids differ in their numbers only; there is one block
-    of them for each device.
+    """The ids of a resource that the kubelet has. Numbered ids (`NumberedIds`) differ in their
+    numbers only, with one block of them for each device. Each has one byte here, 1 if the kubelet
+    has it.
 
     Attributes:
-        unknown: ids that are not among ours, at most a thousand of them.
+        unknown: the kubelet's other ids, at most a thousand of them.
     """
 
     def __init__(self, resource: str, ids: NumberedIds) -> None:
@@ -49,14 +49,15 @@ class SeenNumbers:
         for block, seen in self._seen:
             for kind in _kinds_of_ids(resource, block):
                 kinds.setdefault(kind, (block.codec.number, seen))
-        self._by_kind = list(kinds.values())
+        self._by_kind = list(kinds.values())  # in the order of the groups in the patterns
         pattern = b"|".join(kinds) or rb"(?!)"
+        # one entry, and a run of them
         self._one = re.compile(pattern)
         self._run = re.compile(b"(?:" + pattern + b")" + _MAX_AT_ONCE)
 
     def note_run(self, message: bytes, position: int) -> int:
-        """Note the uninterrupted run of entries from ``position`` that have one of these ids each;
-        return the position after them.
+        """Note the ids of the uninterrupted run of entries from ``position`` that have one numbered
+        id each; return the position after them.
         """
         end = _end_of_run(self._run, message, position)
         for entry in self._one.finditer(message, position, end):
@@ -193,8 +194,8 @@ class _Entries:
         is_wanted: Callable[[str], bool],
         readers: Sequence[Callable[[bytes, int], int]] = (),
     ) -> None:
-        """Walk; ``readers`` are offered each position first,
-        and return the position after their part.
+        """Build it; ``readers`` are offered each position first,
+        and return the position after what they have read.
         """
         self._field = field
         self._is_wanted = is_wanted
@@ -216,8 +217,8 @@ class _Entries:
     def walk(
         self, message: bytes
     ) -> tuple[list[tuple[str, Sequence[str]]], dict[int, int | bytes]]:
-        """Resource and ids of the wanted entries that no reader has read,
-        and the last value of each other field.
+        """Return resource and ids of the wanted entries that no reader has read,
+        and field number → last value of the other fields.
 
         Raises:
             MalformedError: the bytes are no protobuf message.
@@ -225,7 +226,7 @@ class _Entries:
         found: list[tuple[str, Sequence[str]]] = []
         rest: dict[int, int | bytes] = {}
         position, end = 0, len(message)
-        while (position := self._passed(message, position, found)) < end:
+        while (position := self._pass_known(message, position, found)) < end:
             number, _, value, following = wire.read_field(message, position)
             if number != self._field:
                 rest[number] = value
@@ -238,7 +239,12 @@ class _Entries:
             position = following
         return found, rest
 
-    def _passed(self, message: bytes, position: int, found: list[tuple[str, Sequence[str]]]) -> int:
+    def _pass_known(
+        self, message: bytes, position: int, found: list[tuple[str, Sequence[str]]]
+    ) -> int:
+        """Return the position after the entries of known kinds, and add the wanted ones to
+        ``found``.
+        """
         for read in self._readers:
             position = read(message, position)
         if (
@@ -255,7 +261,7 @@ class _Entries:
         return _end_of_run(self._run, message, position)
 
     def _wanted_name(self, entry: bytes) -> str:
-        """The resource name in ``entry``; empty when it is not wanted."""
+        """Return the resource name in ``entry``; empty when it is not wanted."""
         names = [value for number, _, value in wire.fields(entry) if number == 1]
         encoded = wire.to_bytes(names[-1]) if names else b""
         if encoded not in self._names:
@@ -302,8 +308,8 @@ def _end_of_run(run: re.Pattern[bytes] | None, message: bytes, position: int) ->
 
 
 def _kinds_of_ids(resource: str, block: IdBlock) -> Iterator[bytes]:
-    """The entry with one id of ``block``, as a pattern for each length of ids;
-    the text of the number is its group.
+    """Yield a pattern for each length of ids in ``block``: an entry with one such id. Its group is
+    the text of the number.
     """
     prefix, name = block.prefix.encode(), wire.encode_field(1, resource.encode())
     for start, _ in block.equally_long():

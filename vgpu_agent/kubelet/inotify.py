@@ -1,5 +1,5 @@
 """A wake-up call within 0.3 ms after a directory has changed:
-the part of Linux' inotify that `directory` needs, by ctypes.
+the part of Linux' inotify that `directory` needs, through ctypes.
 
 The change itself is not reported, because `directory` reads the directory: events can be lost, and
 a read is needed after the first wake-up anyway. Changes of irrelevant names cause no wake-up: the

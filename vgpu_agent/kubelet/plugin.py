@@ -2,8 +2,8 @@
 
 `server` puts it on a socket. It decides nothing itself: a `Backend` knows the devices and books the
 ids. This module keeps the kubelet's rules (kubelet §4, §6): each list is complete,
-GetPreferredAllocation never fails, and an answer has one element for each container. It is up to
-the `Backend` that an answer to Allocate takes less than a second.
+GetPreferredAllocation never fails, and an answer has one element for each container. The `Backend`
+ensures that an answer to Allocate takes less than a second.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Backend(Protocol):
         """While it is not set, calls wait, because not all grants are known yet."""
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
-        """List all offered ids, and the ids of lost devices (gone or faulty, and not offered any
-        more) that containers still hold.
+        """List all offered ids with their health, and the ids of lost devices (gone or faulty, and
+        not offered any more) that containers still hold.
         """
 
     def preferred(
@@ -99,7 +99,8 @@ class SentList(msgspec.Struct, frozen=True):
             missing = sum(
                 listed.count_missing(block) for block, healthy in self.devices.blocks if healthy
             )
-            # `unknown`: listed ids of no block; `others`: the held ids of lost devices
+            # `unknown`: listed ids of no block; `others`: the held ids of lost devices, with
+            # `id.id`: the text of the id
             return missing, listed.unknown - {device.id.id for device in self.devices.others}
         ids = listed if isinstance(listed, frozenset) else frozenset[str]()
         healthy = {device.id.id for device in self.devices if device.healthy}
@@ -198,7 +199,7 @@ class PluginService:
         self._kept = True
 
     async def prepare(self) -> None:
-        """Encode the list once: what the encoder keeps makes the first list fast."""
+        """Encode the list once, so that the encoder's cache makes the first list fast."""
         for _ in self._encoder.parts(self._backend.listing(self._resource.name)):
             await asyncio.sleep(0)
 

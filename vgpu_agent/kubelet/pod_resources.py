@@ -170,7 +170,9 @@ class PodResources:
         self._no_lists = ""
 
     def forbid_lists(self, why: str) -> None:
-        """Let each `list` fail with the reason ``why``, until `allow_lists`."""
+        """Let each `list` fail with the reason ``why``, until `allow_lists`. During a
+        hand-over, List would make the kubelet forget the ids of waiting calls (kubelet §7).
+        """
         self._no_lists = why
 
     @property
@@ -237,7 +239,7 @@ class PodResources:
         return tuple(holding for answer in answers for holding in self._reader.read(answer))
 
     async def _get(self, namespace: str, name: str) -> bytes:
-        """GetPodResourcesResponse, which reads like a list of one pod;
+        """Return the GetPodResourcesResponse, which reads like a list of one pod;
         empty when there is no such pod.
         """
         try:
@@ -276,6 +278,7 @@ class PodResources:
         return answer
 
     def _explained(self, err: CallError, method: str) -> KubeletError:
+        """Return the error for callers; after a refusal, also begin a pause."""
         if method == _GET and (special := self._explained_get(err)):
             return special
         if err.status == "RESOURCE_EXHAUSTED":
@@ -306,6 +309,7 @@ class PodResources:
         return KubeletError(f"pod-resources: {err}")
 
     def _explained_get(self, err: CallError) -> KubeletError | None:
+        """Return the error if only Get can have it; None otherwise."""
         if err.status == "UNIMPLEMENTED" or _GET_SWITCHED_OFF in err.text.lower():
             return GetNotPossibleError(
                 f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True

@@ -1,7 +1,7 @@
 """The kubelet's own records of what containers hold:
 its pod-resources and its checkpoint, joined into one picture.
 
-`agent` reads them at start, shortly after each Allocate and every half a minute. The ledger follows
+`agent` reads them at start, shortly after each Allocate and every half minute. The ledger follows
 them, because the kubelet wins every disagreement. How the two sources are weighed:
 
 * pod-resources decides which containers are *alive*. A listed id is held, whatever the checkpoint
@@ -49,7 +49,7 @@ async def read_records(
     """Read the picture of the resources whose names ``is_wanted`` accepts;
     never raises, because the agent continues with its ledger.
 
-    Without ``pod_resources`` the checkpoint alone is read, which is no trouble then.
+    Without ``pod_resources`` the checkpoint alone is read, and ``trouble`` does not mention that.
     """
     trouble = []
     listed: tuple[Holding, ...] | None = None
@@ -66,6 +66,7 @@ async def read_records(
     except CheckpointError as err:
         trouble.append(str(err))
     holdings = await asyncio.to_thread(join, listed, entries or ())
+    # the checkpoint as it is, with ended pods; None: not readable
     lines = None if entries is None else tuple(as_holding(entry) for entry in entries)
     return KubeletRecords(
         holdings, complete=listed is not None, trouble="; ".join(trouble), entries=lines
@@ -112,6 +113,7 @@ def unlisted(records: KubeletRecords) -> tuple[Holding, ...]:
     """
     taken = {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids}
     found = []
+    # of entries with the same ids the largest keeps them, as in `_of_checkpoint_alone`
     for entry in sorted(
         records.entries or (),
         key=lambda each: (-len(each.ids), each.owner.pod_uid, each.owner.container),

@@ -108,7 +108,7 @@ class ListenBackoff:
         self._since: float | None = None
 
     def pause(self) -> float:
-        """The pause after one more check."""
+        """Return the pause after one more check."""
         now = asyncio.get_running_loop().time()
         self._since = now if self._since is None else self._since
         return min(

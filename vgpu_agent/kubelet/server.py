@@ -65,8 +65,9 @@ class DevicePlugin:
     """One resource, offered to the kubelet for as long as `run` runs.
 
     Its ids may come and go meanwhile: the list is that of the backend, the agent behind this server
-    (`plugin.Backend`). Only pre-start is fixed, because a registration states it once. A resource
-    whose pre-start changes is a new `DevicePlugin`.
+    (`plugin.Backend`). Only pre-start (the kubelet calls PreStartContainer, or does not) is fixed,
+    because a registration states it once. A resource whose pre-start changes is a new
+    `DevicePlugin`.
 
     State: the server instance of the current round. `status` outlives rounds and is read by `web`.
     """
@@ -175,12 +176,12 @@ class DevicePlugin:
         await self._ended.wait()
 
     async def unlink(self) -> bool:
-        """Prepare the kubelet for `end_streams`, and tell whether that worked.
+        """Make the kubelet forget its client of this resource, so that `end_streams` has no
+        consequence; tell whether that worked. The socket file stays.
 
         When a stream of a resource ends, kubelets from 1.25 to 1.36 disconnect the client that
         registered the resource last, whichever that is, and mark all ids Unhealthy. A registration
-        that fails makes them forget that client, and changes nothing else. So after such a
-        registration the end of the stream has no consequence (kubelet §3).
+        that fails makes them forget that client, and changes nothing else (kubelet §3).
         """
         instance = self._registered
         return instance is not None and await instance.unlink()
@@ -205,7 +206,7 @@ class DevicePlugin:
 
     async def hand_over(self) -> None:
         """Begin to end, and return when another agent can register: the stream has ended. The calls
-        that are running are answered before, because the kubelet has no healthy ids from the end of
+        that are running are answered first, because the kubelet has no healthy ids from the end of
         the stream on.
         """
         self._has_successor = True
@@ -229,7 +230,8 @@ class DevicePlugin:
             lasted = False
         else:
             lasted = asyncio.get_running_loop().time() - began > STREAM_OPEN_TIMEOUT_SECONDS
-            # The end of the predecessor's stream may have taken this one along (kubelet §3).
+            # The end of the predecessor's stream may have ended this one too (kubelet §3), which is
+            # no failure.
             lasted, self._has_waited = lasted or self._has_waited, False
         if self._stopping.is_set():
             return
@@ -305,7 +307,7 @@ class DevicePlugin:
             await instance.start()
             self.status.state, self.status.endpoint = PluginState.SERVING, instance.name
             if not await unless(self._stopping, self._register(instance, kubelet)):
-                return "the agent stops"  # before the registration was done
+                return "the agent stops"  # `_stopping` was set before the registration was done
             self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
             self.status.registrations += 1
             # the difference between the kubelet's ids and those sent, if there is one
@@ -369,7 +371,7 @@ class DevicePlugin:
             await last.close()
 
     async def _kubelet_socket(self) -> SocketIdentity | None:
-        """The kubelet's socket, once there is one (kubelet V14); None when this is to stop."""
+        """Wait for the kubelet's socket (kubelet V14); return None if the plugin is to stop."""
         while not self._stopping.is_set():
             version = self._directory.state.version
             if found := self._directory.state.value.kubelet_socket:
@@ -379,7 +381,7 @@ class DevicePlugin:
         return None
 
     async def _until_another(self, kubelet: SocketIdentity) -> None:
-        """Wait until there is a kubelet other than this one, or until this is to stop."""
+        """Wait until there is a kubelet other than this one, or until the plugin is to stop."""
         while not self._stopping.is_set():
             version, now = self._directory.state.version, self._directory.state.value.kubelet_socket
             if now is not None and now != kubelet:
@@ -424,6 +426,7 @@ class _Instance:
         self._identity: SocketIdentity | None = None
         self._socket_seen = False
         self._leave_reason = ""
+        # `unlink` has succeeded; the kubelet has asked for the options during Register
         self.unlinked = self._called_back = False
         self._pre_start_required = (
             resource.pre_start_required if pre_start_required is None else pre_start_required

@@ -48,7 +48,7 @@ def parse(text: str) -> Address:
     """
     host, colon, port = text.strip().rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    sound = (
+    valid = (
         colon
         and port.isascii()
         and port.isdigit()
@@ -56,7 +56,7 @@ def parse(text: str) -> Address:
         and int(port) <= 65535
         and (bracketed or ":" not in host)
     )
-    if not sound:
+    if not valid:
         raise ListenError(
             f"address {text[:100]!r} is not understood; write HOST:PORT, [IPV6]:PORT or :PORT with "
             "a port from 0 to 65535"
@@ -65,7 +65,7 @@ def parse(text: str) -> Address:
 
 
 async def bind(address: Address, *, flag: str) -> socket.socket:
-    """A listening socket on ``address``; port 0 takes a free one.
+    """Return a listening socket on ``address``; port 0 takes a free one.
 
     An empty host means every interface, IPv4 and IPv6 on one port where the machine has both.
 
@@ -111,7 +111,7 @@ def _cause_and_remedy(err: OSError, address: Address, flag: str) -> str:
     match err.errno:
         case errno.EADDRINUSE:
             return (
-                "the address is already in use; stop its holder (ss -ltnp 'sport = "
+                "the address is already in use; stop the process that holds it (ss -ltnp 'sport = "
                 f":{address.port}' names it) or {other}"
             )
         case errno.EACCES:

@@ -77,7 +77,7 @@ def _pod(status: AgentStatus, pod: Pod, now: float) -> dict[str, Any]:
     return {
         "pod": pod.full_name,
         "uid": pod.uid,
-        "kubelet_uid": pod.kubelet_uid,
+        "kubelet_uid": pod.kubelet_uid,  # differs from ``uid`` for a static pod
         "phase": pod.phase,
         "deleting": pod.deleting,
         "scheduler": pod.scheduler,

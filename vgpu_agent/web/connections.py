@@ -1,4 +1,4 @@
-"""Connections of one HTTP listener: the limits of their number and rate, and the choice of the one
+"""Connections of one HTTP listener: the limits on their number and rate, and the choice of the one
 that is closed to make room for a new one.
 
 Any client that reaches the port can open connections and leave them open. A new connection is

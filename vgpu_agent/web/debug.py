@@ -41,7 +41,7 @@ class BadRequestError(AgentError):
 
 
 class DebugRequest(msgspec.Struct, frozen=True):
-    """A request: the snapshot to answer from, the time of it (Unix seconds), and the query."""
+    """A request: the snapshot to answer from, its time (Unix seconds), and the query."""
 
     status: AgentStatus
     now: float
@@ -340,6 +340,7 @@ def _plugin_file_settings(status: BindingStatus) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     for family in FAMILIES:
         if family.files:
+            # `attribute`: the family's name with underscores
             answer[family.settings.attribute] = status.in_force.get(family.name, {})
             answer[f"{family.settings.attribute}_from"] = status.origins.get(family.name, {})
     return answer

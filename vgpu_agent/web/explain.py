@@ -158,7 +158,7 @@ def _about(
 
 
 def _claims(status: AgentStatus, pod: Pod) -> Iterator[str]:
-    """The GPUs that the pod waits for."""
+    """Tell which GPUs the pod waits for."""
     for use in status.ledger.uses:
         for claim in use.claims:
             if claim.pod_uid == pod.kubelet_uid:
@@ -349,9 +349,9 @@ def _not_asked(
         )
     elif waiting:
         yield (
-            f"the kubelet has asked for {resource} {_ago(waiting[0].reserved_at, now)} and its "
+            f"The kubelet has asked for {resource} {_ago(waiting[0].reserved_at, now)} and its "
             f"records do not say yet for which container; it may be {container.name} "
-            f"({len(waiting)} such reservations)."
+            f"(such reservations: {len(waiting)})."
         )
     elif container.started:
         yield (
@@ -360,12 +360,12 @@ def _not_asked(
         )
     elif pod.phase == _FAILED:
         yield (
-            f"the kubelet has most likely refused the pod before anything of {resource} was "
+            f"The kubelet has most likely refused the pod before anything of {resource} was "
             "given to it: kubectl describe pod says why."
         )
     elif not pod.ended:
         yield (
-            f"the kubelet has not asked for {resource} for container {container.name}: the pod "
+            f"The kubelet has not asked for {resource} for container {container.name}: the pod "
             "is not admitted yet, or was refused before; kubectl describe pod says which."
         )
         yield from _held_back(status, resource)

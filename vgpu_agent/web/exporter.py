@@ -35,8 +35,8 @@ SCRAPED = "/metrics"  # the path that scrapers ask for
 _KNOWN_SECONDS, _REFUSED_SECONDS = 60.0, 10.0
 _MAX_TOKENS = 64
 _LONGEST_TOKEN = 8192
-# Every client on the network may send unknown tokens. So the API server is asked about so many at
-# once, and about so many a second after that.
+# Any client on the network may send unknown tokens. So the API server is asked about this many at
+# once, and then about this many a second.
 _REVIEWS_AT_ONCE, _REVIEWS_A_SECOND = 10.0, 2.0
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.StrEnum):
-    """Prometheus types in use."""
+    """The Prometheus types in use."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -33,7 +33,8 @@ class Metric(msgspec.Struct, frozen=True):
         kind: its type.
         labels: label names, in the order of a row's label values.
         help: one sentence, with the unit where the name does not have it.
-        read: its rows; for a summary and a histogram the sums.
+        read: its rows (label values and value) at a moment, the input of one scrape; for a summary
+            and a histogram the sums.
         read_count: the counts of a summary or a histogram.
         read_buckets: a histogram's buckets, each with its upper bound as the last label value, and
             the number of values up to it.

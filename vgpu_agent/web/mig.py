@@ -65,8 +65,8 @@ def why_withheld(gpu: Gpu, instance: MigInstance) -> str:
 
 
 def on_missing_devices(status: AgentStatus) -> Iterator[tuple[Grant, str]]:
-    """Live grants on devices that the node no longer has, each with the device; nothing while no
-    GPU has been read.
+    """Yield the live grants on devices that the node no longer has, each with the device; nothing
+    while no GPU has been read.
     """
     inventory = status.inventory
     if not inventory.gpus:

@@ -180,6 +180,7 @@ def _figure(gpu: GpuView, name: str, unit: str) -> str:
 def _cause(gpu: GpuView) -> str:
     reason = _one_line(gpu.health_reason) or "it no longer answers"
     left = gpu.illness.offered_again_in_seconds if gpu.illness else None
+    # "quiet": without a new error
     return reason if left is None else f"{reason}; offered again in {left:.0f} s if it stays quiet"
 
 

@@ -1,8 +1,8 @@
 """The values of the metrics: small functions from one `Moment` to rows of label values and a
 number.
 
-Used by the table in `catalogue` only. A row exists while the GPU, resource or other object that it
-describes exists.
+Used by the tables in `catalogue` and `catalogue_binding`. A row exists while the GPU, resource or
+other object that it describes exists.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ _MAX_KEPT = 16
 
 
 class WebServer:
-    """All these servers; use it as an async context, or `start` and `stop`.
+    """The HTTP servers; use it as an async context, or `start` and `stop`.
 
     Args:
         status: returns the snapshot from which an answer is made; cheap, and never blocks.
@@ -95,7 +95,8 @@ class WebServer:
         pod_names_everywhere: the public address shows names of pods, too; otherwise only the debug
             address does.
         clock: unix seconds; a test passes its own.
-        exporters: families that have metrics at an address of their own, and its options.
+        exporters: families that have metrics at an address of their own, and the options of that
+            address.
         reviews: asks the API server whether a scraper may get the metrics at such an address; by
             default there is none to ask, and no scraper may.
     """
@@ -244,7 +245,7 @@ class WebServer:
         wanted = parse(listen)
         sock = await bind(wanted, flag=flag)
         # Each connection inherits this option. Without it, a client that does not read its answer
-        # would keep the connection for ever, even after it was closed here (tcp(7)).
+        # would keep the connection forever, even after it was closed here (tcp(7)).
         sock.setsockopt(
             socket.IPPROTO_TCP,
             socket.TCP_USER_TIMEOUT,
@@ -550,7 +551,7 @@ class _RateLimit:
         self._requests_left, self._counted_at = float(_REQUESTS_AT_ONCE), float("-inf")
 
     def delay_seconds(self, now: float) -> float:
-        """Seconds to wait before the request that arrived at ``now`` is answered; mostly 0."""
+        """Return the seconds by which to delay the request that arrived at ``now``; mostly 0."""
         self.requests += 1
         self._requests_left = (
             min(

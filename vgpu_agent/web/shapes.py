@@ -27,7 +27,7 @@ class When(msgspec.Struct, frozen=True):
 
 
 def when(unix_seconds: float, now: float) -> When:
-    """The moment ``unix_seconds``; 0 is never. ``now`` is in unix seconds, too."""
+    """Return the moment ``unix_seconds``; 0 is never. ``now`` is in unix seconds, too."""
     if not unix_seconds:
         return When()
     at = dt.datetime.fromtimestamp(unix_seconds, dt.UTC).isoformat(timespec="milliseconds")
@@ -68,7 +68,7 @@ def shown(source: msgspec.Struct, now: float) -> dict[str, Any]:
 
 @functools.cache
 def _sources(kind: type[msgspec.Struct], source: type) -> tuple[tuple[str, str, bool], ...]:
-    """Each field of ``kind``, the attribute of ``source`` that it shows, and whether it is a
+    """Return each field of ``kind``, the attribute of ``source`` that it shows, and whether it is a
     moment.
     """
     attributes = dir(source)

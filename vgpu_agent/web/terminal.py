@@ -20,7 +20,7 @@ _INDENT, _GAP = "  ", "  "
 _BELOW = " " * 6  # the indentation of what follows below a row
 _NARROWEST_TEXT = 24  # characters that a wrapped cell needs at least beside the others of its row
 _TITLE, _HEADER, _GOOD, _BAD = "1", "2", "32", "31"  # SGR: bold, dim, green, red
-# The words of a state, in the columns of a table that have one.
+# The columns that have the word of a state, and the words that are coloured in them.
 _STATE_COLUMNS = ("HEALTH", "STATE", "LIMIT")
 _GOOD_WORDS = frozenset({"Healthy", "registered", "offered", "in force", "whole device", "ready"})
 _BAD_WORDS = frozenset(
@@ -90,7 +90,7 @@ def sentence(text: str, layout: Layout, *, indent: str = "") -> list[str]:
 
 
 def wrapped(text: str, columns: int | None, *, below: str = "") -> list[str]:
-    """Break a text between words so that its lines fit."""
+    """Break a text between words so that its lines fit. ``below`` begins those after the first."""
     if columns is None or len(text) <= columns:
         return [text]
     return textwrap.wrap(
@@ -140,10 +140,10 @@ def _too_wide(content: Table, columns: int | None) -> bool:
 
 
 def _without(content: Table, title: str) -> Table:
-    left = content.columns.index(title)
+    place = content.columns.index(title)
     return content._replace(
-        columns=(*content.columns[:left], *content.columns[left + 1 :]),
-        rows=[(*row[:left], *row[left + 1 :]) for row in content.rows],
+        columns=(*content.columns[:place], *content.columns[place + 1 :]),
+        rows=[(*row[:place], *row[place + 1 :]) for row in content.rows],
     )
 
 

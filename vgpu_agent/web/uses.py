@@ -93,7 +93,7 @@ def freed_by(use: GpuUse) -> str:
 
 
 def pods(use: GpuUse) -> str:
-    """The number of the pods that have shares, with the names of the first."""
+    """Return the number of pods that have shares, with the names of the first."""
     return (
         f"{_count(use.holders)} ({_first(use.pods, use.holders) if use.pods else 'not named yet'})"
     )
@@ -133,17 +133,18 @@ def reason(status: AgentStatus, each: HeldBack) -> str:
     number = len({pod for use in serving for pod in use.pods}) + sum(use.unnamed for use in serving)
     if len(each.gpus) == 1:
         return (
-            f"{gpus} serves {each.family} ({_count(number)}) since {moment(oldest)}; it is free "
-            "again when its last pod ends"
+            f"{gpus} has served {each.family} ({_count(number)}) since {moment(oldest)}; it is "
+            "free again when its last pod ends"
         )
     return (
-        f"{gpus} serve {each.family} ({_count(number)}), the first since {moment(oldest)}; each is "
-        "free again when its last pod ends"
+        f"{gpus} have served {each.family} ({_count(number)}), the first since {moment(oldest)}; "
+        "each is free again when its last pod ends"
     )
 
 
 def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]:
     """Yield sentences about a bound pod that claims a GPU and has no share of it yet."""
+    # `order`: smaller is older
     ahead = [
         other for other in use.claims if other.family != claim.family and other.order < claim.order
     ]
@@ -158,7 +159,7 @@ def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]
     if use.family and use.family != claim.family:
         drains = "" if ahead else f"; no new pod of {use.family} gets any of it meanwhile"
         yield (
-            f"That GPU serves {use.family} since {moment(use)} and is freed by the end of "
+            f"That GPU has served {use.family} since {moment(use)} and is freed by the end of "
             f"{pods(use)}{drains}."
         )
         idle = [other.gpu for other in status.ledger.uses if not other.family and not other.claims]

@@ -239,7 +239,7 @@ def gpu_of_devices(status: AgentStatus) -> dict[str, Gpu]:
     """Return UUID of each device → its GPU: the device itself, or the GPU of a MIG instance."""
     gpus = status.inventory.gpus
     return {gpu.uuid: gpu for gpu in gpus} | {
-        mig.uuid: gpu for gpu in gpus for mig in gpu.mig_instances
+        instance.uuid: gpu for gpu in gpus for instance in gpu.mig_instances
     }
 
 
@@ -391,7 +391,7 @@ def max_holders(gpu: Gpu, status: AgentStatus) -> int | None:
     """
     found = [
         status.ledger.capacity[uuid]
-        for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances))
+        for uuid in (gpu.uuid, *(instance.uuid for instance in gpu.mig_instances))
         if uuid in status.ledger.capacity
     ]
     return sum(found) if found else None

@@ -1,8 +1,8 @@
 """The XIDs on the GPUs of a pod while the pod had them, as JSON and in sentences: which, when, and
 whether the pod's own program has most likely caused them.
 
-An error of a program leaves the GPU healthy, so nothing else tells the owner of a pod that failed
-by it. The driver does not name the process. Used by `views` and `explain`.
+An error of a program leaves the GPU healthy, so nothing else tells the owner why the pod failed.
+The driver does not name the process. Used by `views` and `explain`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,10 @@ def _occurred(gpu: Gpu, instance: MigInstance | None, seen: XidSeen, now: float)
 def _blame(status: AgentStatus, name: str, held: Held, seen: XidSeen, pod: Pod | None) -> str:
     # `APPLICATION`: the remedy of an error that a program causes
     if seen.remedy is not Remedy.APPLICATION:
-        return "It is an error of the GPU, not of the program; the program may have failed by it."
+        return (
+            "It is an error of the GPU, not of the program; the program may have failed because "
+            "of it."
+        )
     container = pod.container(held.container) if pod else None
     ended_at = container.ended_at if container else 0.0
     after = ended_at - seen.last_at

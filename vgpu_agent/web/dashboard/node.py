@@ -2,10 +2,10 @@
 wait, and the last hour.
 
 Pure functions of the snapshot. A text shows no age, because it would change all the time: moments
-are ``time`` elements in UTC, and ``dashboard.js`` adds how long ago they were. Pods, and what they
-or others have written, are text that is escaped where it enters a part: a piece of the page with an
-id, which is sent alone when it changes (`parts`). Functions add parts to ``made``, whose methods
-return the HTML element of the part.
+are ``time`` elements in UTC, and ``dashboard.js`` adds how long ago they were. The names of pods,
+and texts that they or others have written, are escaped where they enter a part: a piece of the page
+with an id, which is sent alone when it changes (`parts`). Functions add parts to ``made``, whose
+methods return the HTML element of the part.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LONGEST_SEARCH = 320
 _POD = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _MIB_PER_GIB = 1024
 # kinds of problems for which the page has a word other than that of `ProblemKind`
-_PARTS = {ProblemKind.LEDGER: "kubelet's records", ProblemKind.TASK: "agent"}
+_KIND_WORDS = {ProblemKind.LEDGER: "kubelet's records", ProblemKind.TASK: "agent"}
 
 
 class _Held(msgspec.Struct, frozen=True):
@@ -148,11 +148,11 @@ def answer(status: AgentStatus, now: float, searched: str) -> str:
     if not found:
         return (
             f"<p>No pod on this node that asks for a GPU matches <b>{text(wanted)}</b>. "
-            "A name with its namespace, NAMESPACE/NAME, is explained also if it is not here.</p>"
+            "A name with its namespace, NAMESPACE/NAME, is explained even if it is not here.</p>"
         )
     links = "".join(f"<li>{_pod(name)}</li>" for name in found[:_SHOWN_FOUND])
     more = len(found) - _SHOWN_FOUND
-    rest = f"<p>and {more} more: write more of the name</p>" if more > 0 else ""
+    rest = f"<p>and {more} more: type more of the name</p>" if more > 0 else ""
     return f"<p>{len(found)} pods match.</p><ul class=rows>{links}</ul>{rest}"
 
 
@@ -214,7 +214,7 @@ def _problems(status: AgentStatus, now: float) -> dict[str, str]:
     # those for which a probe fails; only these, and those of GPUs, are marked as bad
     failing = problems.merged((*status.not_alive, *status.not_ready))
     for place, problem in enumerate(known[:_SHOWN_PROBLEMS]):
-        part = problem.part.replace(problem.kind, _PARTS.get(problem.kind, problem.kind), 1)
+        part = problem.part.replace(problem.kind, _KIND_WORDS.get(problem.kind, problem.kind), 1)
         told, help_text = problem.text, problem.remedy
         stops = problem.kind is ProblemKind.GPU or problem in failing
         mood = Mood.BAD if stops else Mood.WARNING
@@ -235,7 +235,7 @@ def _problems(status: AgentStatus, now: float) -> dict[str, str]:
 def _gpus(made: Parts, status: AgentStatus, now: float) -> str:
     usage = {used.uuid: used for used in status.usage}
     held = _held(status)
-    of_container = {
+    usage_by_container = {
         (used.namespace, used.pod, used.container, used.uuid): used for used in status.containers
     }
     pods = {pod.kubelet_uid: pod for pod in status.cluster.pods}
@@ -247,7 +247,7 @@ def _gpus(made: Parts, status: AgentStatus, now: float) -> str:
         on_gpu, part = held.get(gpu.uuid, []), f"g{place}"
         shares = {f"{part}s{each.grant.number}-{each.place}": each for each in on_gpu[:_SHOWN_PODS]}
         rows = {
-            share: _share(made, share, each, of_container, pods, limits, status)
+            share: _share(made, share, each, usage_by_container, pods, limits, status)
             for share, each in shares.items()
         }
         if (more := len(on_gpu) - _SHOWN_PODS) > 0:
@@ -406,7 +406,7 @@ def _title(gpu: Gpu, now: float) -> str:
 
 
 def _illness(health: Health, gpu: str, now: float) -> str:
-    """The cause, since when, the return and the remedy of a device that is not healthy."""
+    """Return why a device is not healthy, since when, until when, and the remedy, as HTML."""
     others = [cause.text for cause in health.causes[1:] if cause.text not in health.reason]
     facts = [f"<p class=cause>{_reason(health.reason or 'it no longer answers')}</p>"]
     if others:
@@ -432,7 +432,7 @@ def _share(
     made: Parts,
     part: str,
     held: _Held,
-    of_container: dict[tuple[str, str, str, str], ContainerUsage],
+    usage_by_container: dict[tuple[str, str, str, str], ContainerUsage],
     pods: dict[str, Pod],
     limits: Limits,
     status: AgentStatus,
@@ -443,8 +443,8 @@ def _share(
         made: gets the parts of the row.
         part: the beginning of their ids.
         held: the share.
-        of_container: namespace, pod, container and UUID of the device → what its processes use, as
-            far as a library counts that.
+        usage_by_container: namespace, pod, container and UUID of the device → what its processes
+            use, as far as a library counts that.
         pods: the pods on this node, by the kubelet's UID.
         limits: tell whether the limit of a grant is in force.
         status: the snapshot.
@@ -460,7 +460,7 @@ def _share(
         f"<span class=given>{', '.join(amount) or 'without a limit'}</span>",
     ]
     key = (owner.namespace, owner.pod, owner.container, share.device) if owner else None
-    if key and (used := of_container.get(key)):
+    if key and (used := usage_by_container.get(key)):
         use = f"{_size(used.used_bytes >> 20)}, {used.cores_percent} %"
         row.append(f"<span class=use>uses {made.add(f'{part}u', use)}</span>")
     pod = pods.get(owner.pod_uid) if owner else None
@@ -476,7 +476,7 @@ def _share(
 
 
 def _waiting(status: AgentStatus) -> dict[str, str]:
-    """The pods that cannot start, and those for which a GPU is kept."""
+    """Return the pods that cannot start, and those for which a GPU is kept: id → HTML."""
     items = {}
     for refusal in status.binding.refusals[:_SHOWN_WAITING]:
         reason = with_advice(refusal.reason, refusal.advice)

@@ -31,14 +31,14 @@ _logger = log.get(__name__)
 # The use of GPUs is measured every five seconds, and a lost GPU should be seen soon. A rendering
 # takes a few milliseconds.
 REFRESH_SECONDS = 2.0
-# After that long without a change a viewer gets an empty message. dashboard.js takes a stream for
-# dead that is silent for twice as long.
+# After that long without a change a viewer gets an empty message. dashboard.js gives up a stream
+# that is silent for twice as long.
 SILENCE_SECONDS = 15.0
 # Bytes that wait for a viewer in this process. A message mostly has less than 5 KiB.
 _MAX_WAITING_BYTES = 16 * 1024
-# Changes since so many versions are kept until the next version. Viewers mostly have the last one.
-# One that has, or invents, yet another version gets the whole page. So the computing that streams
-# can cause is bounded, however often they are opened.
+# For this many earlier versions, the changes since them are kept until the next version. Viewers
+# mostly have the last one. One that has, or invents, yet another version gets the whole page. So
+# the computing that streams can cause is bounded, however often they are opened.
 _MAX_KEPT_CHANGES = 16
 _RECONNECT_MILLISECONDS = 3000
 _NUMBER = re.compile(r"\d{1,12}\Z", re.ASCII)
@@ -115,7 +115,7 @@ class Dashboard:
 
 
 def event(version: str, changes: msgspec.Raw) -> bytes:
-    """Return one server-sent event with the time of now, in Unix milliseconds."""
+    """Return one server-sent event with the present time, in Unix milliseconds."""
     data = msgspec.json.encode({"now": int(time.time() * 1000), "changes": changes})
     return b"id: %b\ndata: %b\n\n" % (version.encode(), data)
 

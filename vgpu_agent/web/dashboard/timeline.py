@@ -75,7 +75,7 @@ def told(entry: Entry, gpus: Mapping[str, int]) -> Event | None:
         return None  # the pod has no share yet, and may not get one
     mood, sentence = known
     if entry.event == "gpu.xid" and entry.facts.get("ignored"):
-        mood = Mood.PLAIN  # by the settings, this Xid makes no GPU unhealthy
+        mood = Mood.PLAIN  # by the settings, this XID makes no GPU unhealthy
     return Event("", entry.at, mood, sentence(entry.facts, gpus))
 
 
@@ -182,7 +182,7 @@ _SENTENCES: dict[str, tuple[Mood, Callable[[Facts, Mapping[str, int]], str]]] = 
     "plugin.refused": (Mood.BAD, lambda f, _: f"the kubelet refuses {_fact(f, 'resource')}"),
     "plugin.registering_again": (
         Mood.WARNING,
-        lambda f, _: f"{_fact(f, 'resource')} is registered at the kubelet again",
+        lambda f, _: f"{_fact(f, 'resource')} is being registered with the kubelet again",
     ),
     "plugin.retired": (Mood.PLAIN, lambda f, _: f"{_fact(f, 'resource')} is no longer offered"),
     "plugin.rival": (
