@@ -75,7 +75,7 @@ class _Budget:
         if max(length, len(text)) > most:
             text = f"{text[:most]}… ({length} characters)"
         if not text.isascii():
-            # A file's name may have bytes that are no UTF-8, which no line of JSON can have.
+            # A file's name may have bytes that are not UTF-8, which no line of JSON can have.
             text = text.encode("utf-8", "backslashreplace").decode()
         self.spent += sys.getsizeof(text)
         return text

@@ -31,8 +31,8 @@ T = TypeVar("T")
 # ``/livez`` fails. A resource that has waited this long to be offered is an error in the log.
 STUCK_SECONDS = 30.0
 
-# A loop that has not ended so long after its cancellation is cancelled again. Its own cleanup takes
-# less.
+# A loop that has not ended this long after its cancellation is cancelled again. Its own cleanup
+# takes less.
 CANCEL_AGAIN_SECONDS = 10.0
 
 _logger = log.get(__name__)
@@ -112,9 +112,7 @@ class Versions:
         self._snapshots = [(snapshot, snapshot.version) for snapshot in snapshots]
 
     async def passed(self, *, timeout_seconds: float | None = None) -> bool:
-        """Wait until one snapshot is newer; return False when ``timeout_seconds`` are over
-        before.
-        """
+        """Wait until one snapshot is newer; return False if ``timeout_seconds`` pass first."""
         if any(snapshot.version > version for snapshot, version in self._snapshots):
             return True
         return await first_of(
@@ -130,7 +128,7 @@ async def first_of(
     before this returns, and an exception of one is dropped.
 
     Returns:
-        Whether one of them has ended.
+        True if one of them has ended, False if the time was over.
     """
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
@@ -149,7 +147,7 @@ async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bo
     through.
 
     Returns:
-        Whether the work was finished.
+        True if the work was finished, False if it was abandoned.
     """
     task = asyncio.ensure_future(work)
     stop = asyncio.ensure_future(stopping.wait())

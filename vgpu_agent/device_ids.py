@@ -24,7 +24,7 @@ class DeviceId(msgspec.Struct, frozen=True):
     Attributes:
         id: what the kubelet hands back; unique across all resources of a family (kubelet §11, V17).
         device: UUID of the GPU or MIG instance.
-        numa_node: NUMA node reported to the kubelet, or None for no topology.
+        numa_node: the NUMA node that is reported to the kubelet; None to report none.
     """
 
     id: str
@@ -79,7 +79,7 @@ DECIMAL = Decimal()
 
 
 class IdBlock(msgspec.Struct, frozen=True):
-    """``count`` ids of one device: ``prefix`` followed by the texts of 0, 1, …"""
+    """The ``count`` ids of one device: ``prefix`` followed by the texts of 0, 1, …"""
 
     prefix: str
     count: int
@@ -116,7 +116,7 @@ class IdBlock(msgspec.Struct, frozen=True):
             start = end
 
     def find(self, id_: str) -> DeviceId | None:
-        """The id of that text, None when this block does not contain it."""
+        """Return the id of that text; None when this block does not contain it."""
         return DeviceId(id_, self.device, self.numa_node) if self.number(id_) is not None else None
 
 
@@ -154,11 +154,11 @@ class NumberedIds(Sequence[DeviceId]):
         raise IndexError(index)
 
     def find(self, id_: str) -> DeviceId | None:
-        """The id of that text, None when it is not among them."""
+        """Return the id of that text; None when it is not among them."""
         return next((found for block in self.blocks if (found := block.find(id_))), None)
 
     def device(self, id_: str) -> str | None:
-        """The device behind the id of that text, None when it is not among them."""
+        """Return the device behind the id of that text; None when it is not among them."""
         for block in self.blocks:
             if block.number(id_) is not None:
                 return block.device

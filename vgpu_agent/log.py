@@ -34,9 +34,9 @@ _MAX_CAUSES = 8  # exceptions that led to one
 
 LEVELS = ("debug", "info", "warning", "error")
 
-# Libraries that log normal events at INFO: grpclib each cancelled request, as when the kubelet
-# disconnects. kubernetes_asyncio logs what a credential plugin has
-# written, which may be a token; `cluster` reports that the plugin failed.
+# Libraries that log normal events at INFO: grpclib logs each cancelled request, as when the kubelet
+# disconnects. kubernetes_asyncio logs what a credential plugin has written, which may be a token;
+# `cluster` reports that the plugin failed.
 _QUIET_LIBRARIES = {
     "grpclib": logging.WARNING,
     "asyncio": logging.WARNING,
@@ -100,7 +100,7 @@ def configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.stdlib.filter_by_level,
-            *_shared(),
+            *_common_processors(),
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
@@ -112,7 +112,7 @@ def configure(
         renamed = structlog.processors.EventRenamer("msg")
         last = [
             structlog.processors.ExceptionRenderer(_traceback),
-            _bound,
+            _within_bounds,
             renamed,
             structlog.processors.JSONRenderer(serializer=_to_json),
         ]
@@ -124,9 +124,9 @@ def configure(
         )
         # As text, so that the console shows it as it is and no library adds the values of variables
         # to it.
-        last = [structlog.processors.format_exc_info, _bound, console]
+        last = [structlog.processors.format_exc_info, _within_bounds, console]
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=_shared(),
+        foreign_pre_chain=_common_processors(),
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
     )
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -192,7 +192,7 @@ def _traceback(exc_info: ExcInfo) -> list[dict[str, Any]]:
     return stacks
 
 
-def _bound(_: Any, __: str, event: EventDict) -> EventDict:
+def _within_bounds(_: Any, __: str, event: EventDict) -> EventDict:
     """Keep a line within bounds. Its traceback is bounded separately;
     lines of the journal are bounded already.
     """
@@ -210,7 +210,7 @@ def _bound(_: Any, __: str, event: EventDict) -> EventDict:
 
 
 class RepeatedLines(logging.Filter):
-    """Filter that passes the first lines of a kind in each window of time,
+    """A filter that passes the first lines of a kind in each window of time,
     and then one line with the number left out.
 
     The kind of our own line is its event; that of a library's line is its template and the
@@ -297,7 +297,7 @@ def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
 
 
 class ChangeFilter:
-    """Tell new messages from repeated ones,
+    """A filter that tells new messages from repeated ones,
     so that what a loop finds in each round is logged only when it begins or changes.
 
     State: the last message about each subject, and when it was new.
@@ -335,7 +335,7 @@ class ChangeFilter:
         self._last = {subject: last for subject, last in self._last.items() if subject in subjects}
 
 
-def _shared() -> list[Any]:
+def _common_processors() -> list[Any]:
     """Return the processors of every line, our own and those of libraries."""
     return [
         structlog.stdlib.add_log_level,

@@ -49,7 +49,7 @@ def freeze_objects() -> None:
     """Exclude all present objects from garbage collection: they live as long as the process, and
     every collection would visit them.
 
-    Call this once, when the start is over. It takes some ten milliseconds.
+    Call this once, when the start is over. It takes about ten milliseconds.
     """
     gc.collect()
     gc.freeze()
@@ -59,7 +59,7 @@ def freeze_objects() -> None:
 def release_free_pages() -> None:
     """Return free pages between used blocks to the system. glibc never does that by itself.
 
-    Blocks for some milliseconds, so do not call it in the event loop's thread.
+    Blocks for a few milliseconds, so do not call it in the event loop's thread.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

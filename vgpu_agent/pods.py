@@ -2,7 +2,7 @@
 
 `cluster` fills the pod cache from its watch, `allocation` looks up the container that is about to
 start, families read annotations and limits, and the pod publisher compares the present state with
-the desired one. The data is kept small, because a node has some hundred pods. The watch shows pods
+the desired one. The data is kept small, because a node has a few hundred pods. The watch shows pods
 until they have ended. Ended pods stay in the cache a little longer.
 """
 
@@ -33,7 +33,7 @@ _logger = log.get(__name__)
 STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
-# The kubelet admits 110 pods by default and hardly ever more than 500; each takes some KiB here,
+# The kubelet admits 110 pods by default and hardly ever more than 500; each takes a few KiB here,
 # and a hostile one up to 100 KiB.
 MAX_PODS = 2000
 MAX_BYTES = 32 * 1024 * 1024
@@ -177,7 +177,7 @@ class DesiredPod(msgspec.Struct, frozen=True):
 
 
 class Trait(enum.StrEnum):
-    """A property of a pod that filters of kube-scheduler check beside the amounts of resources.
+    """A property of a pod that filters of kube-scheduler check besides the amounts of resources.
     The scheduler extender looks at it before it spares a victim that kube-scheduler has proposed.
     """
 

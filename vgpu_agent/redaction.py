@@ -12,7 +12,8 @@ import threading
 
 HIDDEN = "(hidden)"
 
-# A token lives an hour, so a few generations are enough for answers that come late.
+# A token lives an hour, so a few generations also cover late replies of an API server that quote an
+# earlier one.
 _MAX_SECRETS = 16
 # Shorter texts are words, and replacing them would garble messages.
 _SHORTEST_SECRET = 8
@@ -26,7 +27,8 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
     re.ASCII | re.IGNORECASE,
 )
-_PARTS = ("://", "eyj", "bearer", "basic", "private key")
+# Each match of `_FORMS` contains one of these, in any case.
+_FORM_HINTS = ("://", "eyj", "bearer", "basic", "private key")
 # Replaced as a whole, so that any thread can read it while another adds a secret; the latest come
 # last.
 _secrets: tuple[str, ...] = ()
@@ -37,23 +39,21 @@ def conceal(secret: str) -> None:
     """Redact ``secret`` and each of its words from now on. Words of less than eight characters are
     ignored, and only the latest secrets are kept.
     """
-    global _secrets  # noqa: PLW0603 - of the process, as its credentials are
+    global _secrets  # noqa: PLW0603 - one per process, like its credentials
     texts = {text for text in (secret, *secret.split()) if len(text) >= _SHORTEST_SECRET}
     with _adding:
         _secrets = (*(known for known in _secrets if known not in texts), *texts)[-_MAX_SECRETS:]
 
 
 def _may_match(text: str) -> bool:
-    """Tell whether `_FORMS` can match: each match contains one of these, in any case, and finding
-    them is much quicker.
-    """
+    """Tell whether `_FORMS` can match; much quicker than trying it."""
     low = text.lower()
-    return any(part in low for part in _PARTS)
+    return any(part in low for part in _FORM_HINTS)
 
 
 def redacted(text: str) -> str:
-    """Return ``text`` without secrets: those named to `conceal`,
-    and all that looks like credentials.
+    """Return ``text`` without secrets: those passed to `conceal`,
+    and everything that looks like credentials.
     """
     for secret in _secrets:
         if secret in text:

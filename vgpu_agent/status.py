@@ -112,9 +112,8 @@ class KubeletStatus(msgspec.Struct):
     socket_present: bool = False
     directory_trouble: str = ""  # why the directory cannot be read; empty when it can be
     restarts_seen: int = 0  # how often the kubelet has restarted since the agent started
-    # its records: the checkpoint and pod-resources; why one of them could not be read, or empty
-    records_read_at: float = 0.0
-    records_trouble: str = ""
+    records_read_at: float = 0.0  # its records: the checkpoint and pod-resources
+    records_trouble: str = ""  # why one of them could not be read; empty when both could
 
 
 class NvmlState(enum.StrEnum):
@@ -229,9 +228,9 @@ class NvmlStatus(msgspec.Struct):
     call: str = ""  # while HUNG, the oldest call without an answer
     gpu: str = ""  # the UUID of that call's GPU, for a call about one GPU
     since: float = 0.0  # when that call began
-    calls: int = 0  # of NVML; below, how many failed, and how many did not answer in time
-    errors: int = 0
-    hangs: int = 0
+    calls: int = 0  # of NVML
+    errors: int = 0  # calls that failed
+    hangs: int = 0  # calls that did not return in time
     last_error: str = ""
     library: str = ""  # path or soname of the NVML library in use; empty while there is none
     # GPU UUID → the latest XIDs on it since the agent started, ignored or not, the oldest first
@@ -467,11 +466,11 @@ class ClusterStatus(msgspec.Struct):
     requests: dict[tuple[str, str, str], int] = msgspec.field(default_factory=dict)
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()
-    # outcome → number of evictions: of pods that cannot start here, and below of pods that hold a
-    # dead GPU
+    # outcome → number of evictions of pods that cannot start here
     evictions: dict[str, int] = msgspec.field(default_factory=dict)
     # failed pods: outcome (evicted, recreated or left alone) → their number
     rescued: dict[str, int] = msgspec.field(default_factory=dict)
+    # outcome → number of evictions of pods that hold a dead GPU
     gpu_evictions: dict[str, int] = msgspec.field(default_factory=dict)
     # the rights that the API server denies → the manifest that grants them
     missing_rights: dict[str, str] = msgspec.field(default_factory=dict)
@@ -561,7 +560,7 @@ class AgentStatus(msgspec.Struct):
     containers: tuple[ContainerUsage, ...] = ()
     controlled: tuple[ControlledUse, ...] = ()
     inventory_at: float = 0.0  # when the GPUs were last read, even if nothing changed
-    usage_at: float = 0.0  # when it was last measured
+    usage_at: float = 0.0  # when `usage` was last measured
     nvml: NvmlStatus = msgspec.field(default_factory=NvmlStatus)
     kubelet: KubeletStatus = msgspec.field(default_factory=KubeletStatus)
     plugins: tuple[PluginStatus, ...] = ()

@@ -129,7 +129,7 @@ def test_a_gpu_without_instances_answers_the_questions_about_mig(driver: Driver)
         pytest.skip("this card is divided, and the question is about one that is not")
     found = mig.look(nvml, handle)
     assert found is not None
-    assert (found.slots, found.unread) == ((), "")
+    assert (found.slots, found.unread_reason) == ((), "")
     assert nvml.mig_slots(handle) in range(8)
     assert nvml.mig_handle(handle, 0) is None
 

@@ -11,7 +11,7 @@ from vgpu_agent.gpu.xid import IGNORED_BY_DEFAULT, XidHistory, XidPolicy, descri
 
 def _row(disable: str, enable: str) -> tuple[bool, bool, bool, bool]:
     policy = XidPolicy.from_lists(disable, enable)
-    return policy.watches, policy.counts(31), policy.counts(48), policy.counts(79)
+    return policy.any_counts, policy.counts(31), policy.counts(48), policy.counts(79)
 
 
 def test_without_lists_program_errors_are_ignored() -> None:

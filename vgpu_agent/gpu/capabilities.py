@@ -85,7 +85,7 @@ class Capabilities:
 
 def parse(text: bytes, path: str) -> CapabilityMinors:
     """Read the driver's lines, e.g. ``gpu0/gi1/access 30``;
-    lines about things other than MIG instances are read as well, and nobody asks for them.
+    lines about things other than MIG instances are read as well, but never looked up.
 
     A last line without a newline is an error, because its number may be cut off.
 

@@ -39,7 +39,7 @@ def record(journal: Journal, old: Inventory, new: Inventory) -> None:
 
 
 def count(history: GpuHistory, old: Inventory, new: Inventory) -> None:
-    """Add to ``history`` each change of a GPU's state, and the seconds to each recovery."""
+    """Add to ``history`` each change of a GPU's state, and how long each recovery has taken."""
     for gpu in new.gpus:
         before = old.gpu(gpu.uuid)
         was, now = _state(before), _state(gpu)
@@ -130,7 +130,7 @@ def _record_instances(journal: Journal, old: Gpu | None, new: Gpu) -> None:
 
 
 def _illness(health: Health, gpu: str) -> dict[str, str]:
-    """The reason and the remedy of an Unhealthy device, and when it is offered again."""
+    """Return the reason and the remedy of an Unhealthy device, and when it is offered again."""
     facts = {"reason": health.reason}
     if health.remedy:
         facts["remedy"] = health.remedy.sentence(gpu)

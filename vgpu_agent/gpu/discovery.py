@@ -3,8 +3,8 @@
 With ``auto`` the order is that of NVIDIA's plugin (nvidia §9): the Windows Subsystem for Linux has
 NVML; a Tegra processor without NVML, or whose NVML lists integrated GPUs only, has the one GPU
 ``tegra``; everything else has NVML. To decide this, NVML is only called on a Tegra processor, so
-other nodes start without that call. Called by `composition` before the agent is built. The answer
-holds for as long as the process lives.
+other nodes start without that call. Called by `agent.composition` before the agent is built. The
+answer holds for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RELEASE = "etc/nv_tegra_release"  # of NVIDIA's Linux for Tegra, below the driv
 _FAMILY = "devices/soc0/family"
 _FAMILY_BEGINS = "tegra"
 _FAMILY_LIMIT = 64  # characters
-_WSL_NODE = "dev/dxg"
+_WSL_NODE = "dev/dxg"  # only the Windows Subsystem for Linux has it
 # in the name that NVML has for a GPU of the Tegra's own kernel module, as in "Orin (nvgpu)"
 _INTEGRATED_NAME = "(nvgpu)"
 
@@ -50,7 +50,7 @@ class Discovery(msgspec.Struct, frozen=True):
     Attributes:
         integrated: the node's GPU is that of a Tegra processor; False: NVML lists the GPUs.
         reason: why; empty on a node without signs of a Tegra processor.
-        doubt: a sign that it is wrong, with the remedy; empty when there is none.
+        doubt: a sign that the choice is wrong, with the remedy; empty when there is none.
     """
 
     integrated: bool = False
@@ -70,8 +70,8 @@ async def discover(
         settings: where to look, and the operator's choice.
         sysfs_root: where sysfs is mounted.
         simulated: the agent runs on simulated GPUs, which have an NVML.
-        names: asks NVML for the names of all GPUs; None where there is no library. `names_by_nvml`
-            when left out.
+        names: asks NVML for the names of all GPUs, and returns None where there is no library; by
+            default `names_by_nvml`.
     """
     if simulated or settings.discovery == "nvml":
         return BY_NVML
@@ -118,8 +118,8 @@ async def _on_tegra(sign: str, settings: GpuSettings, names: Names) -> Discovery
 
 
 async def names_by_nvml(settings: GpuSettings, *, sysfs_root: str) -> tuple[str, ...] | None:
-    """The product names of all GPUs, None where there is no library;
-    in a thread of its own, because a driver may hang.
+    """Return the product names of all GPUs, None where there is no library. NVML is asked in a
+    thread of its own, because a driver may hang.
 
     Raises:
         AgentError: there is a library, and the driver behind it does not answer.
@@ -148,9 +148,7 @@ async def names_by_nvml(settings: GpuSettings, *, sysfs_root: str) -> tuple[str,
 
 
 def _sign_of_tegra(settings: GpuSettings, sysfs_root: str) -> str:
-    """Describe the sign of a Tegra processor; empty when there is none.
-    Looks at the file system.
-    """
+    """Describe the sign of a Tegra processor; empty when there is none. Blocks."""
     release, family = _places(settings, sysfs_root)
     if os.path.isfile(release):  # Path.is_file raises where the root may not be read
         return f"there is {release}"

@@ -1,5 +1,5 @@
-"""The decision when a GPU may not be given away, and when it may again:
-one small state machine a GPU, on plain values.
+"""The decision of when a GPU may not be given away, and when it may again:
+one small state machine per GPU, on plain values.
 
 Three things make a GPU Unhealthy: an XID that *counts* (it is not ignored, by default or by the
 settings), a probe (a reading of the card's state) that the card or the driver answered badly, and a
@@ -69,8 +69,8 @@ class RecoveryAction(enum.IntEnum):
 
     @property
     def forbids_use(self) -> bool:
-        """True where no new work may start before the action is done; all other actions only delay
-        the recovery of an Unhealthy GPU.
+        """Tell whether no new work may start before the action is done. All other actions only
+        delay the recovery of an Unhealthy GPU.
         """
         return self in {
             self.GPU_RESET,
@@ -222,7 +222,7 @@ class GpuHealth:
         self._demanded = False  # the driver has asked for something since the last error
         self._trouble_at = 0.0  # the time of the last trouble
         self._trouble_wall = 0.0  # the same in unix seconds
-        self._recovered_at: float | None = None
+        self._recovered_at: float | None = None  # monotonic, the last time; None for never
         self._relapses = 0  # how often in a row it failed again soon after it had recovered
 
     @property
@@ -279,7 +279,7 @@ class GpuHealth:
             return False
         ended = msgspec.structs.replace(self._hang, later=f"{self._hang.later} for {seconds:.0f} s")
         self._hang = None
-        self._at(now)
+        self._note_time(now)
         self._end(ended)
         return self._update()
 
@@ -297,7 +297,7 @@ class GpuHealth:
         if self._health.ok:
             return False
         if probe.obstacle:
-            self._at(now)
+            self._note_time(now)
         recovers_at = self.recovers_at
         if recovers_at is not None and now >= recovers_at:
             self._recovered_at = now
@@ -306,12 +306,12 @@ class GpuHealth:
             return True
         return self._update()
 
-    def _at(self, now: float) -> None:
+    def _note_time(self, now: float) -> None:
         """Take note of the time of a trouble."""
         self._trouble_at, self._trouble_wall = now, self._wall()
 
     def _fail(self, trouble: Trouble, now: float) -> bool:
-        self._at(now)
+        self._note_time(now)
         key = (trouble.code, trouble.text)
         before = self._causes.get(key)
         cause = trouble.cause(before.since if before else self._wall())
@@ -384,7 +384,7 @@ class GpuHealth:
         return "; ".join(parts)
 
     def _remedy(self, worst: Cause) -> Remedy:
-        """The driver's own demand counts before what the cause suggests."""
+        """Return the remedy: the driver's own demand before that of the worst cause."""
         if self._last_probe.trouble or self._hang is not None:
             return worst.remedy
         if self._last_probe.demand is not None:
@@ -419,8 +419,8 @@ class Healths:
 
     @property
     def recoveries(self) -> list[float]:
-        """List when a good probe would bring each machine back:
-        monotonic seconds, where nothing but time is missing.
+        """List the monotonic times at which a good probe would bring a device back: of each device
+        of which nothing but time is missing.
         """
         return [at for machine in self._all() if (at := machine.recovers_at) is not None]
 
@@ -493,7 +493,7 @@ class Healths:
         return changed
 
     def applied(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """The same GPUs with their health, and their MIG instances with theirs."""
+        """Return ``gpus`` with their health, and their MIG instances with theirs."""
         return tuple(self._with_health(gpu) for gpu in gpus)
 
     def _with_health(self, gpu: Gpu) -> Gpu:

@@ -131,7 +131,7 @@ def read(
 
 
 def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
-    """The GPUs of the next inventory: those of the reading,
+    """Return the GPUs of the next inventory: those of the reading,
     and at their old places those that were known and did not answer.
 
     Their health is not updated: a GPU keeps the health that it had, and a new one has the default.
@@ -163,8 +163,8 @@ def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
     """Return the MIG instances of ``gpu``, of the inventory before, whose facts the driver did not
     give in the reading of its ``card``: UUID → the driver's error.
     """
-    if card.mig.layout.unread:  # the driver's error where it lists none of them
-        return {instance.uuid: card.mig.layout.unread for instance in gpu.mig_instances}
+    if card.mig.layout.unread_reason:  # the driver's error where it lists none of them
+        return {instance.uuid: card.mig.layout.unread_reason for instance in gpu.mig_instances}
     known = {instance.index: instance for instance in gpu.mig_instances}
     return {
         known[slot.index].uuid: problem
@@ -188,7 +188,7 @@ def _joined(known: Gpu | None, card: Card) -> Gpu:
             mig_enabled=known.mig_enabled,
             mig_instances=known.mig_instances,
         )
-    if card.mig.layout.unread:
+    if card.mig.layout.unread_reason:
         return msgspec.structs.replace(
             card.gpu, health=known.health, mig_instances=known.mig_instances
         )
@@ -219,7 +219,9 @@ def _is_of(slot: Slot, instance: MigInstance | None) -> bool:
 def _read_card(
     nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, index: int, warnings: list[str]
 ) -> Card | None:
-    """One GPU, None for a card that is not for work."""
+    """Read one GPU; None for a card that is not for work. Facts that have to be left out are added
+    to ``warnings``.
+    """
     handle = nvml.handle(index)
     # with `index`: later calls about this GPU, of which one may hang, are recorded with the UUID
     uuid = nvml.uuid(handle, index=index)
@@ -227,7 +229,8 @@ def _read_card(
     if name in _SKIPPED_NAMES:
         return None
     pci_bus_id = nvml.pci_bus_id(handle)
-    with nvml.watched("read numa_node", uuid):  # sysfs may hang like a driver call
+    # `watched`: counts as a call in flight, since sysfs may hang like a driver call
+    with nvml.watched("read numa_node", uuid):
         numa_node, warning = numa.node(pci_bus_id)
     if warning:
         warnings.append(warning)

@@ -1,4 +1,4 @@
-"""The search for the driver's library, and what `nvml` needs for its error when there is none.
+"""The search for the driver's library, and facts for the error of `nvml` when there is none.
 
 The agent often runs in a container beside a driver that is installed elsewhere (`driverRoot`, e.g.
 ``/run/nvidia/driver``), so the dynamic loader alone would not find ``libnvidia-ml.so.1``. A library
@@ -76,8 +76,8 @@ def in_container() -> bool:
 
 
 def _loaded() -> bool:
-    """A library of that soname is in the process:
-    from an earlier try, or put there by ``--simulate``.
+    """Tell whether the process has a library of that soname already: from an earlier try, or put
+    there by ``--simulate``.
     """
     try:
         ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

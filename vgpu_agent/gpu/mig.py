@@ -58,13 +58,13 @@ class Layout(msgspec.Struct, frozen=True):
         capable: the card supports MIG at all; one that does not never will.
         enabled: MIG mode is on now.
         slots: the instances there are.
-        unread: why the slots are not known; empty when they are.
+        unread_reason: why the slots are not known; empty when they are.
     """
 
     capable: bool = False
     enabled: bool = False
     slots: tuple[Slot, ...] = ()
-    unread: str = ""
+    unread_reason: str = ""
 
 
 class MigReading(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class MigReading(msgspec.Struct, frozen=True):
         """The reason why there may be more instances than ``instances``;
         empty when all were read.
         """
-        return self.layout.unread or "; ".join(
+        return self.layout.unread_reason or "; ".join(
             dict.fromkeys(problem for _, problem in self.failures)
         )
 
@@ -117,8 +117,8 @@ def read(
         nvml: the open driver.
         handle: the GPU.
         memory_mib: of the whole GPU, for names of profiles.
-        minor: of the GPU, the key of the numbers of its device nodes in /dev/nvidia-caps.
-        capabilities: where those are found.
+        minor: of the GPU; by it the driver lists the numbers of the device nodes of instances.
+        capabilities: the driver's list of these numbers.
 
     Raises:
         NvmlError: the card is lost, or the driver does not report whether MIG mode is on; faults of
@@ -144,8 +144,8 @@ def read(
 def profile_name(
     name: str, gpu_slices: int, compute_slices: int, memory_mib: int, gpu_memory_mib: int
 ) -> str:
-    """``1g.10gb``: what follows ``MIG`` in the device's name,
-    or what NVIDIA's formula makes of its size where the name has none.
+    """Return the profile, e.g. ``1g.10gb``: the text after ``MIG`` in the device's name or, where
+    the name has none, the result of NVIDIA's formula for its size.
 
     ``gpu_slices`` are the compute slices of the GPU instance, ``compute_slices`` those of the
     compute instance in it. The gigabytes of the formula are the eighths of the GPU's memory that
@@ -171,7 +171,7 @@ def _look(nvml: Nvml, handle: Handle) -> Layout:
     except NvmlError as err:
         if err.code != NO_PERMISSION:
             raise
-        return Layout(capable=True, enabled=True, unread=_explained(err))
+        return Layout(capable=True, enabled=True, unread_reason=_explained(err))
     for index in range(count):
         slot = Slot(index)
         try:
@@ -180,7 +180,7 @@ def _look(nvml: Nvml, handle: Handle) -> Layout:
                 continue
             slot = Slot(index, nvml.uuid(mig), *nvml.mig_instance_ids(mig))
         except NvmlError as err:
-            _unless_gone(err)
+            _raise_if_gone(err)  # otherwise the slot is kept, with what is known of it
         slots.append(slot)
     return Layout(capable=True, enabled=True, slots=tuple(slots))
 
@@ -207,7 +207,7 @@ def _describe(
             gpu_slices, compute_slices, memory_mib = nvml.mig_slices(mig)
             name = nvml.name(mig)
         except NvmlError as err:
-            _unless_gone(err)
+            _raise_if_gone(err)
             failures.append((slot, _explained(err)))
             continue
         # the two device nodes that open the instance to a container, or why they are not known
@@ -238,8 +238,8 @@ def _explained(err: NvmlError) -> str:
     )
 
 
-def _unless_gone(err: NvmlError) -> None:
-    """Let an error that concerns one instance pass.
+def _raise_if_gone(err: NvmlError) -> None:
+    """Return if the error concerns one fact of an instance that is still there.
 
     Raises:
         NvmlError: the whole card is lost.

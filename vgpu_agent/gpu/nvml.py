@@ -41,7 +41,7 @@ _LARGEST_PID = 1 << 22
 # Events that tell of a card's trouble, or that it was divided again. Only an XID can make a GPU
 # Unhealthy by itself; after any other of them the agent just reads the card again.
 XID_EVENT = pynvml.nvmlEventTypeXidCriticalError
-_LOOK_EVENTS = (
+_REREAD_EVENTS = (
     pynvml.nvmlEventMigConfigChange
     | pynvml.nvmlEventTypeGpuUnavailableError
     | pynvml.nvmlEventTypeGpuRecoveryAction
@@ -150,7 +150,9 @@ class Nvml:
 
     @property
     def simulated(self) -> bool:
-        """The loaded library is the simulation's: it exports a symbol that no driver has."""
+        """Tell whether the loaded library is the simulation's: it exports a symbol that no driver
+        has.
+        """
         return pynvml.nvmlLib is not None and hasattr(pynvml.nvmlLib, "vgpusim_layout")
 
     def nvml_version(self) -> str:
@@ -158,12 +160,12 @@ class Nvml:
         return str(self._optional("nvmlSystemGetNVMLVersion") or "")
 
     def driver_version(self) -> str:
-        """Return ``580.65.06``; empty when the driver reports none."""
+        """Return the driver's version, e.g. ``580.65.06``; empty when it reports none."""
         return str(self._optional("nvmlSystemGetDriverVersion") or "")
 
     def cuda_version(self) -> str:
-        """Return the newest CUDA the driver can run, ``13.0``;
-        empty when the driver reports none.
+        """Return the newest CUDA that the driver can run, e.g. ``13.0``; empty when it reports
+        none.
         """
         version = self._optional("nvmlSystemGetCudaDriverVersion_v2")
         return f"{version // 1000}.{version % 1000 // 10}" if version else ""
@@ -209,7 +211,7 @@ class Nvml:
             raise
 
     def pci_bus_id(self, handle: Handle) -> str:
-        """``0000:07:00.0``, as sysfs writes it."""
+        """Return the PCI address as sysfs writes it, e.g. ``0000:07:00.0``."""
         return sysfs_address(self._call("nvmlDeviceGetPciInfo_v3", handle).busId)
 
     def compute_capability(self, handle: Handle) -> tuple[int, int]:
@@ -229,7 +231,7 @@ class Nvml:
     # ---- MIG
 
     def mig_mode(self, handle: Handle) -> bool | None:
-        """MIG mode is on now; None for a card that does not know MIG."""
+        """Tell whether MIG mode is on now; None for a card that does not know MIG."""
         modes = self._optional("nvmlDeviceGetMigMode", handle)
         return None if modes is None else bool(modes[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
 
@@ -258,13 +260,13 @@ class Nvml:
         return mig
 
     def mig_instance_ids(self, mig: Handle) -> tuple[int, int]:
-        """(GPU instance id, compute instance id)."""
+        """Return (GPU instance id, compute instance id)."""
         return int(self._call("nvmlDeviceGetGpuInstanceId", mig)), int(
             self._call("nvmlDeviceGetComputeInstanceId", mig)
         )
 
     def mig_slices(self, mig: Handle) -> tuple[int, int, int]:
-        """(compute slices of the GPU instance, of the compute instance, MiB)."""
+        """Return (compute slices of the GPU instance, of the compute instance, MiB)."""
         attributes = self._call("nvmlDeviceGetAttributes_v2", mig)
         return (
             int(attributes.gpuInstanceSliceCount),
@@ -275,7 +277,7 @@ class Nvml:
     # ---- how the GPUs are connected
 
     def common_ancestor(self, one: Handle, other: Handle) -> int | None:
-        """NVML's level: 0 same board … 50 across CPUs."""
+        """Return NVML's level, from 0 (same board) to 50 (across CPUs); None if it is unknown."""
         level = self._optional("nvmlDeviceGetTopologyCommonAncestor", one, other)
         return None if level is None else int(level)
 
@@ -333,19 +335,19 @@ class Nvml:
         return RecoveryAction(int(values[0].value.uiVal))
 
     def remap_pending(self, handle: Handle) -> bool:
-        """A row of memory waits for a reset to be replaced."""
+        """Tell whether a row of memory waits for a reset to be replaced."""
         rows = self._optional("nvmlDeviceGetRemappedRows", handle)
         return bool(rows and rows[2])
 
     # ---- the use of a card
 
     def utilisation_percent(self, handle: Handle) -> int | None:
-        """Time in which at least one kernel ran, over the driver's last sample."""
+        """Return the part of the driver's last sample of time in which at least one kernel ran."""
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return None if rates is None else int(rates.gpu)
 
     def power_watts(self, handle: Handle) -> float | None:
-        """Draw of the whole board."""
+        """Return the power that the whole board draws."""
         milliwatts = self._optional("nvmlDeviceGetPowerUsage", handle)
         return None if milliwatts is None else milliwatts / 1000
 
@@ -360,7 +362,7 @@ class Nvml:
         return None if value is None else int(value)
 
     def processes(self, handle: Handle) -> tuple[tuple[int, int], ...]:
-        """(host pid, MiB) of each process that has memory on the GPU, by pid;
+        """Return (host pid, MiB) of each process that has memory on the GPU, by pid;
         implausible pids are left out.
         """
         memory: dict[int, int] = {}
@@ -402,14 +404,14 @@ class Nvml:
 
     def register(self, handle: Handle, events: EventSet) -> bool:
         """Have the GPU's errors put into the queue;
-        False when this card cannot report them, which is normal for some.
+        return False when this card cannot report them, which is normal for some.
         """
         supported = self._optional("nvmlDeviceGetSupportedEventTypes", handle)
         if not supported or not supported & XID_EVENT:
             return False
         try:
             self._call(
-                "nvmlDeviceRegisterEvents", handle, supported & (XID_EVENT | _LOOK_EVENTS), events
+                "nvmlDeviceRegisterEvents", handle, supported & (XID_EVENT | _REREAD_EVENTS), events
             )
         except NvmlError as err:
             if err.code == return_codes.NOT_SUPPORTED:
@@ -448,6 +450,7 @@ class Nvml:
             self.in_flight = None
 
     def _event_uuid(self, handle: Handle) -> str:
+        """Return the UUID of the GPU that an event names; empty when the driver does not say."""
         known = self._uuids.get(_address(handle))
         if known is not None:
             return known

@@ -3,10 +3,10 @@
 Opening takes the driver seconds on some nodes, so it is not done at every poll but for a reason:
 cards do not answer, answer again, the kernel module drives different cards, or the driver
 failed as a whole. A reason that stays is tried again after pauses that double, up to
-`_LONGEST_PAUSE_POLLS` polls. An opening after which not even the cards could be counted leaves the
-pause as it is: the next poll tries again.
+`_LONGEST_PAUSE_POLLS` polls. After an opening with which not even the cards could be counted,
+`watch` reports no reading: the pause stays as it is, and the next poll tries again.
 
-Called by `watch` after each reading.
+Called by `watch` after each other reading.
 """
 
 from __future__ import annotations
@@ -36,28 +36,31 @@ class Reopening:
         self._wanted = False  # a reason to reopen was found at the last reading
         self._not_before = 0.0  # monotonic seconds
         self._pause = 0.0  # seconds after the last opening; 0 where the next one need not wait
-        # of the last reading: the cards that answered, and those that the kernel module drives
+        # of the last reading: the UUIDs of the cards that answered, and the PCI addresses of those
+        # that the kernel module drives
         self._answering: frozenset[str] | None = None
-        self._bound: frozenset[str] | None = None
+        self._driven: frozenset[str] | None = None
 
     def due(self, now: float) -> bool:
-        """The next reading should reopen the driver (``now``: monotonic seconds)."""
+        """Tell whether the next reading should reopen the driver (``now``: monotonic seconds)."""
         return (self._wanted or self.driver_failed) and now >= self._not_before
 
-    def read(self, snapshot: Snapshot, known: Iterable[str], *, reopened: bool, now: float) -> None:
-        """Learn from a reading.
+    def note_reading(
+        self, snapshot: Snapshot, known: Iterable[str], *, reopened: bool, now: float
+    ) -> None:
+        """Take note of a reading.
 
         Args:
             snapshot: the reading.
-            known: UUIDs of the inventory before it.
+            known: the UUIDs of all GPUs of the inventory before it.
             reopened: the driver was reopened for it.
             now: monotonic seconds.
         """
         answering = frozenset(card.gpu.uuid for card in snapshot.reading.cards)
         incomplete = bool(snapshot.reading.failures) or not answering >= set(known)
-        changed = self._answering not in {None, answering} or self._bound not in {
+        changed = self._answering not in {None, answering} or self._driven not in {
             None,
-            snapshot.bound,
+            snapshot.driven_cards,
         }
         if changed and not reopened:
             self._not_before = self._pause = 0.0  # a new reason: at once, whatever the pauses were
@@ -71,4 +74,4 @@ class Reopening:
         self._wanted = incomplete or (changed and not reopened)
         if not self._wanted and not reopened:
             self._not_before = self._pause = 0.0
-        self._answering, self._bound = answering, snapshot.bound
+        self._answering, self._driven = answering, snapshot.driven_cards

@@ -36,7 +36,7 @@ BATCH = 4
 SINCE_MICROSECONDS = 1_000_000
 # processes of one GPU; the rest is cut
 MAX_ROWS = 1024
-_MAX_ROOM = 16 * MAX_ROWS  # rows in the largest buffer; from a driver with more none are read
+_MAX_ROOM = 16 * MAX_ROWS  # rows in the largest buffer; a longer answer is not read at all
 
 # bytes of a row of use (nvmlProcessUtilizationSample_t) and of a process (nvmlProcessInfo_t)
 SAMPLE_BYTES, PROCESS_BYTES = 32, 24
@@ -78,9 +78,10 @@ class ProcessSampler:
         that did not answer when all GPUs were last read.
         """
         self._nvml, self._handle = nvml, handle
+        # the GPUs (index, UUID) in batches, and where their samples go
         self._aim: tuple[tuple[tuple[tuple[int, str], ...], ...], Sink | None] = ((), None)
         self._turn = 0  # the batch that was sampled last
-        self._due = 0.0
+        self._due = 0.0  # monotonic, of the next batch
         self._samples = _Rows(SAMPLE_BYTES)
         self._compute, self._graphics = _Rows(PROCESS_BYTES), _Rows(PROCESS_BYTES)
         self._extended = _Rows(_EXTENDED_ROW_BYTES)
@@ -168,6 +169,7 @@ class ProcessSampler:
         name, rows = "nvmlDeviceGetProcessesUtilizationInfo", self._extended
         while True:
             asked = _Extended(count=rows.room, since=since)
+            # the form in which NVML expects the version of a struct
             asked.version = ctypes.sizeof(_Extended) | _EXTENDED_VERSION << 24
             asked.rows = ctypes.addressof(rows.buffer)
             code = self._nvml.raw(name, handle, ctypes.byref(asked))
@@ -226,7 +228,7 @@ class _Rows:
 
 
 def batches(gpus: Sequence[tuple[int, str]]) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """The GPUs in groups of at most `BATCH`, as even as possible."""
+    """Divide the GPUs into groups of at most `BATCH`, as even as possible."""
     number = -(-len(gpus) // BATCH)
     return tuple(tuple(gpus[place::number]) for place in range(number))
 

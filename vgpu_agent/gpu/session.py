@@ -39,8 +39,9 @@ class Snapshot(msgspec.Struct, frozen=True):
         reading: the GPUs.
         links: the UUIDs of two GPUs that answer → the link between them; None when the GPUs are
             those of the last snapshot.
-        bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where
-            that cannot be read. If they change, a card came or went, and the driver is reopened.
+        driven_cards: PCI addresses of the cards that the kernel module drives, from sysfs; empty
+            where that cannot be read. If they change, a card came or went, and the driver is
+            reopened.
         warnings: what had to be left out, one sentence each, reported once.
         driver_version: e.g. ``580.65.06``.
         cuda_version: e.g. ``13.0``.
@@ -50,7 +51,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     reading: inventory.Reading
     links: dict[tuple[str, str], Link] | None
-    bound: frozenset[str]
+    driven_cards: frozenset[str]
     warnings: tuple[str, ...]
     driver_version: str
     cuda_version: str
@@ -130,7 +131,7 @@ class Session:
         return Snapshot(
             reading=reading,
             links=links,
-            bound=self._bound_cards(),
+            driven_cards=self._driven_cards(),
             warnings=tuple(warnings),
             driver_version=self._nvml.driver_version(),
             nvml_version=self._nvml.nvml_version(),
@@ -139,7 +140,7 @@ class Session:
         )
 
     def names(self) -> tuple[str, ...]:
-        """The product names of all GPUs, in NVML's order.
+        """Return the product names of all GPUs, in NVML's order.
 
         Raises:
             AgentError: as `read`, also when a single GPU does not answer.
@@ -151,9 +152,9 @@ class Session:
 
     def read_if_divided_anew(self) -> Snapshot | None:
         """Read everything if a GPU has other MIG instances than in the last reading,
-        or another MIG mode; else None.
+        or another MIG mode; otherwise return None.
 
-        Makes a few of the calls of a reading: one for a GPU that could be divided, some thirty for
+        Makes a few of the calls of a reading: one for a GPU that could be divided, about thirty for
         one with seven instances.
 
         Raises:
@@ -170,11 +171,11 @@ class Session:
         return tuple(usages)
 
     def handle(self, uuid: str) -> Handle | None:
-        """The handle of a GPU that answered last time."""
+        """Return the handle of a GPU that answered last time; None for any other."""
         return self._handles.get(uuid)
 
     def wait(self, timeout_seconds: float) -> DeviceEvent | None:
-        """The next event of any GPU; None when none came in time.
+        """Return the next event of any GPU; None when none came in time.
 
         Raises:
             NvmlError: the queue is broken.
@@ -185,7 +186,7 @@ class Session:
 
     @property
     def listening(self) -> bool:
-        """There is an event queue; without one `wait` returns at once."""
+        """Tell whether there is an event queue; without one `wait` returns at once."""
         return self._events is not None
 
     def close(self) -> None:
@@ -224,7 +225,7 @@ class Session:
             uuid = card.gpu.uuid
             # problem → the slots that have it; "?" where the driver does not list the slots
             slots: dict[str, list[str]] = (
-                {card.mig.layout.unread: ["?"]} if card.mig.layout.unread else {}
+                {card.mig.layout.unread_reason: ["?"]} if card.mig.layout.unread_reason else {}
             )
             for slot, problem in card.mig.failures:
                 slots.setdefault(problem, []).append(slot.uuid or str(slot.index))
@@ -288,7 +289,7 @@ class Session:
         self._links_of = cards
         return links
 
-    def _bound_cards(self) -> frozenset[str]:
+    def _driven_cards(self) -> frozenset[str]:
         # `watched`: counts as a call in flight, since sysfs may hang like a driver call
         with self._nvml.watched("list PCI devices"):
             try:
@@ -321,6 +322,6 @@ class Session:
         layout = self._layouts.get(uuid)
         for slot in layout.slots if layout is not None else ():
             with contextlib.suppress(NvmlError):
-                mig = self._nvml.mig_handle(handle, slot.index)
-                if mig is not None and self._nvml.uuid(mig) == slot.uuid:
-                    yield slot.uuid, self._nvml.memory_mib(mig)[1]
+                instance = self._nvml.mig_handle(handle, slot.index)
+                if instance is not None and self._nvml.uuid(instance) == slot.uuid:
+                    yield slot.uuid, self._nvml.memory_mib(instance)[1]

@@ -70,8 +70,8 @@ class _Job(Generic[T]):
 
 # A call that takes longer is reported as hung.
 CALL_TIMEOUT_SECONDS = 5.0
-# Another bound of a single wait for events; `_LONGEST_TICK_SECONDS` is below it. The agent's stop
-# waits twice as long for the thread.
+# The most that a single wait for events may take; `_LONGEST_TICK_SECONDS` is below it. The agent's
+# stop waits twice as long for the thread.
 EVENT_WAIT_SECONDS = 0.5
 
 
@@ -166,7 +166,9 @@ class NvmlThread:
         self._jobs.put(None)
 
     async def stopped(self, timeout_seconds: float) -> bool:
-        """Wait for the end of the thread; False when it is still inside a call after that time."""
+        """Wait for the end of the thread; return False when it is still inside a call after that
+        time.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self._ended.wait()

@@ -24,7 +24,7 @@ Links = dict[tuple[str, str], Link]  # by the UUIDs of the pair
 
 
 def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, list[str]]:
-    """The links of all pairs, in both directions,
+    """Return the links of all pairs, in both directions,
     and a sentence for each GPU or pair that could not be read.
     """
     troubles: list[str] = []
@@ -59,7 +59,7 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
 def count_nvlinks(
     addresses: Mapping[str, str], peers: Mapping[str, Sequence[str]]
 ) -> collections.Counter[frozenset[str]]:
-    """Direct links of each pair of UUIDs.
+    """Count the direct links of each pair of UUIDs.
 
     Args:
         addresses: PCI address by UUID.

@@ -62,7 +62,7 @@ _SHORTEST_INTERVAL = 0.1
 # New MIG instances reach the kubelet within two seconds (docs/architecture.md); this is the part
 # until they are seen.
 _MIG_LOOK_SECONDS = 1.0
-_LOOK_PAUSES = 4.0  # the pause between two looks, in durations of the last one, at least
+_LOOK_PAUSES = 4.0  # the least pause after a look for MIG instances, in durations of that look
 # The same XID on the same GPU gets one entry in this time: a storm of XIDs must not push everything
 # else out of the journal.
 _XID_PAUSE_SECONDS = 10.0
@@ -126,7 +126,7 @@ class GpuWatch:
         # ``driver``, the waiting for ``events`` and the ``samples`` of processes' usage.
         self._problems = log.ChangeFilter()
         self._wake = asyncio.Event()
-        # monotonic; a look is that for other MIG instances (`_look`)
+        # monotonic seconds; a look is that for other MIG instances (`_look`)
         self._polled_at = self._next_poll = self._next_usage = self._looked_at = self._next_look = (
             0.0
         )
@@ -208,7 +208,7 @@ class GpuWatch:
         )
         for warning in self._policy.warnings:
             _logger.warning("gpu.xid_list", problem=warning)
-        if not self._policy.watches:
+        if not self._policy.any_counts:
             _logger.warning(
                 "gpu.xids_unwatched",
                 meaning="gpu.disableHealthChecks: no XID makes a GPU Unhealthy",
@@ -288,8 +288,7 @@ class GpuWatch:
         driver.
         """
         now = time.monotonic()
-        # tells it what was read
-        self._reopening.read(
+        self._reopening.note_reading(
             snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopened, now=now
         )
         # a GPU whose MIG instances changed while it was read is not settled, and is read again soon
@@ -398,8 +397,8 @@ class GpuWatch:
                 gpu.uuid, event.xid, time.time(), ignored=not counts, instance=instance
             )
         if counts:
-            # what the XID means for a GPU, with its remedy; `placed`: the driver has named the GPU
-            found = trouble_of(event.xid, placed=bool(event.gpu))
+            # what the XID means for a GPU, with its remedy
+            found = trouble_of(event.xid, gpu_named=bool(event.gpu))
             for gpu in hit:
                 self._healths.reported(
                     gpu, event.gpu_instance, event.compute_instance, found, time.monotonic()

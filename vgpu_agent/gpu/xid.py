@@ -23,14 +23,14 @@ IGNORED_BY_DEFAULT = frozenset({13, 31, 43, 45, 68, 109})
 
 _ALL_WORDS = ("all", "xids")
 
-_MAX_SEEN = 32
-_SAME_SECONDS = 60.0
+_MAX_SEEN = 32  # entries that are kept of each GPU
+_SAME_SECONDS = 60.0  # the same XID again within this time is counted in its entry
 
 # The meaning and the remedy of common XIDs. The numbers and their classes (an error of the program,
-# reset, reboot, replacement) are those of NVIDIA's XID catalogue. `APPLICATION` is to look at the
-# program, `FOLLOW_DRIVER` to do what the driver names; `RESTART` is for the pod that was hit,
-# `RESET_LATER` for when the GPU's pods have ended, `RESET_LINKED` for the GPU and those that NVLink
-# joins to it; `LOOK_UP` is to read dmesg and the catalogue.
+# reset, reboot, replacement) are those of NVIDIA's XID catalogue. `APPLICATION` means: look at
+# the program; `FOLLOW_DRIVER`: do what the driver names; `RESTART`: restart the pod that was hit;
+# `RESET_LATER`: reset when the GPU's pods have ended; `RESET_LINKED`: reset the GPU with those that
+# NVLink joins to it; `LOOK_UP`: read dmesg and the catalogue.
 KNOWN = {
     13: ("a program made an illegal access in a graphics or compute engine", Remedy.APPLICATION),
     31: ("a program touched GPU memory that is not mapped", Remedy.APPLICATION),
@@ -55,24 +55,26 @@ KNOWN = {
     110: ("a security fault", Remedy.RESET),
     119: ("the GPU's system processor timed out", Remedy.RESET),
     120: ("the GPU's system processor failed", Remedy.RESET),
-    140: ("GPU memory lost bits that nobody could attribute", Remedy.RESET),
+    140: ("GPU memory lost bits, and the driver could not mark the bad page", Remedy.RESET),
     154: ("the driver asks for a recovery action", Remedy.FOLLOW_DRIVER),
 }
 
 
 def describe(code: int) -> str:
-    """``XID 79: the GPU has fallen off the bus``; unknown numbers stay numbers."""
+    """Return the XID with its meaning, e.g. ``XID 79: the GPU has fallen off the bus``, or the
+    number alone when it is unknown.
+    """
     return f"XID {code}: {KNOWN[code][0]}" if code in KNOWN else f"XID {code}"
 
 
-def trouble_of(code: int, *, placed: bool = True) -> Trouble:
+def trouble_of(code: int, *, gpu_named: bool = True) -> Trouble:
     """Return the trouble of a GPU with this XID.
 
     Args:
         code: the XID.
-        placed: the driver has named the GPU.
+        gpu_named: the driver has named the GPU.
     """
-    note = "" if placed else " (the driver does not say on which GPU)"
+    note = "" if gpu_named else " (the driver does not say on which GPU)"
     remedy = KNOWN[code][1] if code in KNOWN else Remedy.LOOK_UP
     return Trouble(f"XID {code}", f"{describe(code)}{note}", remedy)
 
@@ -153,12 +155,12 @@ class XidPolicy(msgspec.Struct, frozen=True):
         return cls(disable_all, disabled, enable_all, enabled, junk + more_junk)
 
     @property
-    def watches(self) -> bool:
-        """At least one XID can make a GPU Unhealthy."""
+    def any_counts(self) -> bool:
+        """Tell whether at least one XID can make a GPU Unhealthy."""
         return not self.disable_all or self.enable_all or bool(self.enabled)
 
     def counts(self, code: int) -> bool:
-        """The XID ``code`` makes its GPU Unhealthy."""
+        """Tell whether the XID ``code`` makes its GPU Unhealthy."""
         if self.enable_all or code in self.enabled:
             return True
         return not (self.disable_all or code in self.disabled or code in IGNORED_BY_DEFAULT)

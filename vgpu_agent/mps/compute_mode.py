@@ -79,7 +79,7 @@ class ComputeModes:
                 default mode, as do those of earlier calls.
 
         Returns:
-            the reason why the mode of one of the former GPUs could not be set, which is tried again
+            The reason why the mode of one of the former GPUs could not be set, which is tried again
             at the next call; empty when all are set.
 
         Raises:

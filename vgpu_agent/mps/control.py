@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.isolation.mps import PROBE, QUIT
 from vgpu_agent.mps import processes
-from vgpu_agent.mps.host_tools import shown
+from vgpu_agent.mps.host_tools import quoted_output
 
 if TYPE_CHECKING:
     from vgpu_agent.isolation.mps import DaemonPlan, DeviceLimit
@@ -101,10 +101,11 @@ class Control:
         return ", ".join(differences)
 
     async def process_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Process ids of the daemon's servers and of their clients, as the daemon sees them.
+        """Return the process ids of the daemon's servers and of their clients, as the daemon sees
+        them.
 
         Raises:
-            MpsError: it does not answer, or no list of process ids.
+            MpsError: it does not answer, or its answer is no list of process ids.
         """
         servers, clients = await self._numbers("get_server_list"), list[int]()
         for server in servers:
@@ -158,7 +159,7 @@ class Control:
 
     async def _other_memory_limit(self, limit: DeviceLimit) -> str:
         """The memory limit that the daemon shows for a GPU, when it is not the plan's;
-        else empty.
+        otherwise empty.
         """
         command = f"get_default_device_pinned_mem_limit {limit.index}"
         answer = await self.send(command)
@@ -178,6 +179,6 @@ class Control:
 
     def _unexpected(self, command: str, answer: str, expected: str) -> str:
         return (
-            f"the control binary answered {shown(answer)} to {command}, expected {expected}; "
-            "check that it is NVIDIA's own and belongs to the installed driver"
+            f"the control binary answered {quoted_output(answer)} to {command}, expected "
+            f"{expected}; check that it is NVIDIA's own and belongs to the installed driver"
         )

@@ -5,7 +5,7 @@ A daemon that ends takes the CUDA programs of its clients with it (issue 669 of 
 plugin). So the main rule: no daemon is ended, replaced or killed while a container holds a share
 through it. An agent that starts adopts the existing daemon. Anything that keeps the limits from
 being in force is the daemon's *trouble*. As long as there is one, the resource is not offered. A
-pod that started before the limits were set would have none (issue 1946 there).
+pod that started before the limits were set would have none (issue 1946 of that plugin).
 
 Run by `supervision`, one loop for each resource, under the agent's supervisor.
 """
@@ -181,6 +181,7 @@ class Daemon:
             or await self._control_binary.is_there()
         ):
             return False
+        # a process of that daemon still lives
         if await asyncio.to_thread(processes.any_of, plan.pipe):
             return False
         await asyncio.to_thread(directories.clear, plan)

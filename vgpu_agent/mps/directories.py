@@ -35,7 +35,7 @@ READY = ".ready"  # mark in ``mps.root``: all desired daemons run
 # The SELinux label of files that containers may read and write; as an attribute it ends in a zero
 # byte.
 _LABEL = b"system_u:object_r:container_file_t:s0\0"
-_LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
+_LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without the zero at its end
 # size of the shared memory where the node's memory is not known; NVIDIA's plugin has the same
 _FALLBACK_KIB = 65536
 _MAX_LABELLED = 256  # files of a pipe that get the label
@@ -54,9 +54,9 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8  # mount(2)
 def view(root: str, *, simulated: bool, in_pod: bool) -> MpsView:
     """Find out where this process sees ``root`` (``mps.root``). Blocks.
 
-    With ``simulated`` GPUs that is ``root`` itself. A pod has it mounted at `CONTAINER_ROOT`, and
-    must not make a directory of that name in its own file system where it has not: no client would
-    see it.
+    With ``simulated`` GPUs that is ``root`` itself. A pod is to have it mounted at `CONTAINER_ROOT`
+    (``/mps``). A pod without that mount must not make ``root`` in its own file system instead,
+    because no client would see it.
     """
     if simulated:
         return MpsView(root, simulated=True)

@@ -2,7 +2,7 @@
 
 Without that daemon a container that should use it works all the same, as it did with AWS's plugin:
 its GPU is time-sliced, and nothing limits it. So a missing daemon is reported and withholds
-nothing. Called again and again by `agent.devices.mps`, where ``aws.mps`` is ``host``.
+nothing. Polled by `agent.devices.mps`, where ``aws.mps`` is ``host``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostDaemon:
         self._pipe = pipe
         seconds = host_tools.COMMAND_TIMEOUT_SECONDS
         tool = HostTool(host_tools.CONTROL_BINARY, timeout_seconds=seconds)
-        # Only its pipe matters for a question to the daemon.
+        # A question to the daemon needs only its pipe; the other fields are not used.
         plan = DaemonPlan(resource="", directory=pipe, pipe=pipe, devices=(), thread_percentage=0)
         self._control = Control(plan, tool, timeout_seconds=seconds)
 
@@ -40,7 +40,7 @@ class HostDaemon:
         if missing or not can_ask:
             return missing
         try:
-            await self._control.send(PROBE)
+            await self._control.send(PROBE)  # asks for the compute limit, as a sign of life
         except MpsDaemonGoneError as err:
             return str(err)
         except MpsError as err:
@@ -48,8 +48,8 @@ class HostDaemon:
         return ""
 
     def _look(self) -> tuple[str, bool]:
-        """Return what is missing, and whether there is a control binary;
-        looks at the file system.
+        """Look at the file system; return what is missing, and whether there is a control
+        binary.
         """
         if not os.path.isdir(self._pipe):
             return f"the agent sees no directory {self._pipe}", False

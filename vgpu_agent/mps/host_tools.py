@@ -89,7 +89,7 @@ class HostTool:
                 if process.returncode > 0
                 else f"was ended by signal {-process.returncode}"
             )
-            raise MpsError(f"{command} {how}: {shown(complained or printed)}")
+            raise MpsError(f"{command} {how}: {quoted_output(complained or printed)}")
         return printed
 
     async def _start(
@@ -132,8 +132,8 @@ class HostTool:
         return f"{command} ({stdin.strip()})" if stdin.strip() else command
 
 
-def shown(text: str) -> str:
-    """Put a program's output on one line, short enough for a message."""
+def quoted_output(text: str) -> str:
+    """Quote a program's output on one line, short enough for a message."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return repr(line[:_SHOWN_CHARACTERS]) if line else "no output"
 

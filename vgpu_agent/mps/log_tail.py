@@ -1,7 +1,7 @@
-"""The transfer of an MPS control daemon's ``control.log`` into the agent's log;
-keeps that file small.
+"""The transfer of an MPS control daemon's ``control.log`` into the agent's log, which also keeps
+that file small.
 
-The file lies in memory (``/run``), the daemon never shortens it, and each of our own probes adds
+The file is on a tmpfs (``/run``), the daemon never shortens it, and each of our own probes adds
 lines to it. So lines about mere queries are left out, and a file that has become large is
 emptied. Called by `daemon` after each probe, in a thread.
 """
@@ -15,11 +15,12 @@ _LONGEST_LINE = 500  # characters
 _LARGEST_FILE = 8 << 20  # allocated bytes
 # The daemon's lines about a client that asks it something, and the beginning of a query's own line.
 _ABOUT_QUERIES = ("Accepting connection...", "NEW UI", "UI closed")
-_QUERY = "Cmd:get_"
+_QUERY_PREFIX = "Cmd:get_"
 
 
 class LogTail:
-    """The position up to which one ``control.log`` has been read.
+    """A reader of one ``control.log``, which remembers its position and empties a file that has
+    become large.
 
     Args:
         path: need not exist yet.
@@ -66,4 +67,4 @@ class LogTail:
 
 def _is_about_query(line: str) -> bool:
     text = line.partition("] ")[2]
-    return text in _ABOUT_QUERIES or text.startswith(_QUERY)
+    return text in _ABOUT_QUERIES or text.startswith(_QUERY_PREFIX)

@@ -31,7 +31,9 @@ def pid_path(pipe: str) -> str:
 
 
 def written_pid(pipe: str) -> int | None:
-    """The process that the file at `pid_path` names, if it is one of the daemon at ``pipe``."""
+    """Return the id of the process that the file at `pid_path` names, if it is one of the daemon at
+    ``pipe``.
+    """
     try:
         descriptor = os.open(
             pid_path(pipe), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -57,7 +59,7 @@ def any_of(pipe: str) -> bool:
 
 
 def living(pids: Iterable[int]) -> list[int]:
-    """Those of ``pids`` that are processes of MPS now:
+    """Return those of ``pids`` that are processes of MPS now:
     the kernel may have given the id of an ended one to another program.
     """
     found = []

@@ -69,7 +69,8 @@ def build(*, timeout_seconds: float = 120.0) -> Path:
 
 
 def compiler() -> list[str]:
-    """The first of cc, gcc, clang and PyPI's ziglang that is there, as the start of a command line.
+    """Find the first of cc, gcc, clang and PyPI's ziglang; return it as the start of a command
+    line.
 
     Raises:
         SimulationError: none of them is.
@@ -87,7 +88,7 @@ def compiler() -> list[str]:
 
 
 def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/vgpu-agent/sim``, by default below ``~/.cache``."""
+    """Return ``$XDG_CACHE_HOME/vgpu-agent/sim``, by default below ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "vgpu-agent" / "sim"
 

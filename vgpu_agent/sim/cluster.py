@@ -1,7 +1,7 @@
 """A simulated cluster of one node:
 the simulated API server, kubelet, container runtime and kube-scheduler together.
 
-The demo and the component tests put the agent's real process beside it. What it imitates: the
+The demo and the component tests put the agent's real process beside it. It imitates this: the
 kubelet keeps capacity and allocatable of the Node equal to the plugins' lists, admits the pods that
 are bound to it one after the other, and starts their containers in order, each with
 PreStartContainer, as often as it takes. The runtime resolves CDI names when a container is created.
@@ -317,7 +317,7 @@ class SimulatedCluster:
         """
         uid = self.pod(name)["metadata"]["uid"]
         pod, statuses = self._pods[uid], PodStatus(self.objects, self.pod(name))
-        statuses.crashed(container)
+        statuses.set_crashed(container)
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._start(pod, container, statuses)
@@ -330,7 +330,7 @@ class SimulatedCluster:
         """Let all containers of a pod end for good."""
         uid = self.pod(name)["metadata"]["uid"]
         self._end_pod(uid)
-        PodStatus(self.objects, self.pod(name)).phase(phase)
+        PodStatus(self.objects, self.pod(name)).set_phase(phase)
 
     async def admit_in_order(self, names: Iterable[str]) -> None:
         """End `hold_admission`, and admit these first, in this order."""
@@ -411,7 +411,7 @@ class SimulatedCluster:
                 metadata["name"], containers, namespace=metadata["namespace"], uid=metadata["uid"]
             )
         except AdmissionError as err:
-            statuses.phase("Failed", reason=err.reason, message=str(err))
+            statuses.set_phase("Failed", reason=err.reason, message=str(err))
             return
         self._pods[metadata["uid"]] = pod
         self._begin_pod(metadata["uid"], pod)
@@ -441,8 +441,8 @@ class SimulatedCluster:
                 container in (item["spec"].get("initContainers") or ())
                 and container.get("restartPolicy") != "Always"
             ):
-                statuses.terminated(container["name"])
-        statuses.phase("Running")
+                statuses.set_terminated(container["name"])
+        statuses.set_phase("Running")
 
     async def _start(self, pod: Pod, container: str, statuses: PodStatus) -> None:
         """Start a container, as often as it takes."""
@@ -457,15 +457,16 @@ class SimulatedCluster:
                 )
             except (ContainerStartError, SimulationError) as err:
                 self.refusals.append((pod.name, container, str(err)))
-                statuses.waiting(container, "CreateContainerConfigError", str(err))
+                statuses.set_waiting(container, "CreateContainerConfigError", str(err))
                 await asyncio.sleep(self._retry_seconds)
                 continue
             self.started.append(Started(pod.name, pod.uid, container, content))
-            statuses.running(container)
+            statuses.set_running(container)
             return
 
 
 def _resolves_cdi(runtime: str) -> bool:
+    """Tell whether that runtime and version resolves CDI names without further settings."""
     name, _, version = runtime.partition("://")
     return name == "cri-o" or (name == "containerd" and int(version.partition(".")[0]) >= 2)
 

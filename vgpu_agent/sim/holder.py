@@ -46,7 +46,8 @@ def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | N
         with node.writing():
             row = _take_slot(node, number, descriptor)
             use.fill(row, pid=os.getpid())
-            # NVML in this process cannot see its own lock; pid and namespace show it its own slot
+            # A process cannot see its own POSIX locks, so the simulated NVML in this process
+            # recognises this slot by pid and namespace.
             row.pid_namespace = os.stat("/proc/self/ns/pid").st_ino
             row.kind = layout.Process.LIVE
         sys.stdout.write(f"{READY} {use.memory_mib} MiB on GPU {number} as pid {os.getpid()}\n")

@@ -35,7 +35,7 @@ _RETRY_SECONDS = 0.1
 
 
 class KubeScheduler:
-    """See the module; `run` makes it work.
+    """The stand-in that the module describes; `run` starts it.
 
     State: the last refusals. A pod that was refused is tried again when anything has changed, and
     after a call that failed.
@@ -53,7 +53,7 @@ class KubeScheduler:
         """
         self._objects, self._extender = objects, extender
         self.refusals: dict[str, Mapping[str, str]] = {}
-        self._failed = False  # a call of this round
+        self._failed = False  # a call of this round has failed
 
     async def run(self) -> None:
         """Schedule until cancelled."""
@@ -86,13 +86,13 @@ class KubeScheduler:
         if names:
             answer = await self._call(http, "filter", {"Pod": pod, "NodeNames": names})
             if answer["Error"]:
-                self._tell(pod, answer["Error"])
+                self._write_condition(pod, answer["Error"])
                 return
             refused |= answer.get("FailedNodes") or {}
             chosen = next(iter(answer.get("NodeNames") or ()), "")
         if not chosen:
             self.refusals[resources.key(pod)] = refused
-            self._tell(pod, _message(refused))
+            self._write_condition(pod, _message(refused))
             return
         binding = {
             "PodName": metadata["name"],
@@ -115,6 +115,7 @@ class KubeScheduler:
         refused = []
         for node in self._objects.list("nodes"):
             name = node["metadata"]["name"]
+            # ready, not cordoned, and with the labels of the pod's nodeSelector
             if not resources.may_hold(node, pod):
                 refused.append((name, "node(s) were unschedulable"))
             elif resources.lacking(resources.free(node, beside[name]), wanted):
@@ -137,7 +138,7 @@ class KubeScheduler:
         self._failed = self._failed or bool(answer["Error"])
         return answer
 
-    def _tell(self, pod: Object, message: str) -> None:
+    def _write_condition(self, pod: Object, message: str) -> None:
         """Write why the pod waits; the same message again changes nothing."""
         metadata = pod["metadata"]
         condition = {

@@ -262,7 +262,7 @@ class Node(ctypes.Structure):
 
 
 def description() -> str:
-    """The layout as Python sees it, in the form of the library's ``vgpusim_layout()``."""
+    """Return the layout as Python sees it, in the form of the library's ``vgpusim_layout()``."""
     sizes = {
         "node": Node,
         "gpu": Gpu,

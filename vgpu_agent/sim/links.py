@@ -58,8 +58,8 @@ def bus_of(gpu: int) -> int:
 
 
 def common_ancestor(first: int, second: int, numa_nodes: Sequence[int]) -> int:
-    """NVML_TOPOLOGY_* of two GPUs: numbers 2n and 2n + 1 share PCIe switches, others a NUMA node or
-    nothing. ``numa_nodes`` has the NUMA node of each GPU.
+    """Return NVML_TOPOLOGY_* of two GPUs: numbers 2n and 2n + 1 share PCIe switches, others a NUMA
+    node or nothing. ``numa_nodes`` has the NUMA node of each GPU.
     """
     if first == second:
         return SAME_GPU
@@ -92,7 +92,7 @@ def _to_each_peer(count: int, gpu: int, gpus: int) -> list[Wire]:
 
 
 def _cube_mesh(gpu: int, gpus: int) -> list[Wire]:
-    first = gpu - gpu % len(_CUBE_MESH)
+    first = gpu - gpu % len(_CUBE_MESH)  # the first GPU of the same board
     row = _CUBE_MESH[gpu % len(_CUBE_MESH)]
     return [
         Wire(TO_GPU, first + peer)

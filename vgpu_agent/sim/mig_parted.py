@@ -67,16 +67,16 @@ def deliver(node: Path, script: Path) -> Path:
     return script
 
 
-def misbehave(node: Path, what: Misbehaviour | None) -> None:
+def misbehave(node: Path, fault: Misbehaviour | None) -> None:
     """Let all calls for the node in that directory go wrong in this way from now on; None for no
     fault.
     """
     faults = node / _FAULTS
-    if what is None:
+    if fault is None:
         faults.unlink(missing_ok=True)
         return
     unfinished = faults.with_suffix(".new")
-    unfinished.write_text(json.dumps(dataclasses.asdict(what)))
+    unfinished.write_text(json.dumps(dataclasses.asdict(fault)))
     unfinished.replace(faults)
 
 

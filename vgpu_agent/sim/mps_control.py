@@ -43,7 +43,7 @@ _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 def main(arguments: list[str], directory: str) -> int:
     """Run as the control binary; ``directory``, that of the installation, holds the faults and the
-    record of calls. Returns the exit status.
+    record of calls. Return the exit status.
     """
     # the default of the real one
     pipe = os.environ.get(PIPE_VARIABLE, "/tmp/nvidia-mps")  # noqa: S108
@@ -234,7 +234,7 @@ class _Daemon:
                     self._lose_server()
 
     def _accept(self) -> bool:
-        """Serve one connection; True when it sent ``quit``."""
+        """Serve one connection; return True when it sent ``quit``."""
         connection, _ = self._listener.accept()
         self._log("Accepting connection...")
         line = connection.makefile().readline().strip()

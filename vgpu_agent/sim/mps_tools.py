@@ -56,12 +56,12 @@ class MpsTools:
 
     @property
     def control(self) -> Path:
-        """The stand-in of ``nvidia-cuda-mps-control``."""
+        """The stand-in for ``nvidia-cuda-mps-control``."""
         return self.directory / "nvidia-cuda-mps-control"
 
     @property
     def smi(self) -> Path:
-        """The stand-in of ``nvidia-smi``."""
+        """The stand-in for ``nvidia-smi``."""
         return self.directory / "nvidia-smi"
 
     @property

@@ -46,7 +46,7 @@ _OPTIONS: Final = frozenset(
     }
     | {"disable-hook", "feature-flag"}
 )
-# The files that the real tool looks for in each of its modes for devices that are no GPUs.
+# The files that the real tool looks for in each of its modes for devices that are not GPUs.
 _MODE_NODES: Final = {"gdrcopy": ("gdrdrv",), "gds": ("nvidia-fs*",), "mofed": ("infiniband/*",)}
 _LIBRARY_FOLDER: Final = "/usr/lib/x86_64-linux-gnu"
 _DISABLED_HOOKS: Final = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
@@ -200,8 +200,8 @@ def _spec(
 def _devices(
     node: SimulatedNode, strategy: str, dev: Path
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Name and device nodes of each GPU that is not in MIG mode, and of each MIG instance. If one
-    GPU is lost, raise an error as the real tool does.
+    """Yield name and device nodes of each GPU that is not in MIG mode, and of each MIG instance. If
+    one GPU is lost, raise an error as the real tool does.
     """
     present = [gpu for gpu in node.state.gpus[: node.state.gpu_count] if gpu.present]
     for index, gpu in enumerate(present):
@@ -264,8 +264,8 @@ def _hook(program: str, name: str, driver_version: str) -> dict[str, Any]:
 
 
 def _node(path: Path, dev: Path) -> dict[str, Any]:
-    """A device node of the container; where none could be made on this machine, the container gets
-    /dev/null under its name.
+    """Return a device node of the container; where none could be made on this machine, the
+    container gets /dev/null under its name.
     """
     within = f"/dev/{path.relative_to(dev)}"
     found = path if path.exists() and stat.S_ISCHR(path.stat().st_mode) else Path("/dev/null")

@@ -37,6 +37,7 @@ def _schedule(objects: ObjectStore) -> None:
             beside = [
                 other for other in objects.list("pods") if other["spec"].get("nodeName") == name
             ]
+            # `may_hold`: ready, not cordoned, and with the labels of the pod's nodeSelector
             if resources.may_hold(node, pod) and not resources.lacking(
                 resources.free(node, beside), resources.requests(pod)
             ):

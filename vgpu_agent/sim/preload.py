@@ -1,7 +1,7 @@
 """Simulated GPUs for pynvml in this process: after `preload`, ``pynvml.nvmlInit()`` finds the
 simulated driver.
 
-Called by the composition root for ``--simulate DIR`` and by tests, before pynvml is first
+Called by `agent.composition` for ``--simulate DIR`` and by tests, before pynvml is first
 initialised. The library is loaded by its path; the loader then resolves pynvml's own
 ``libnvidia-ml.so.1`` to it, because a library with that soname is loaded already.
 """

@@ -58,7 +58,7 @@ class ProcessUse:
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """One line for a command line."""
+        """Return it as one line of JSON, for a command line."""
         return json.dumps(asdict(self))
 
     def fill(self, row: layout.Process, *, pid: int) -> None:
@@ -76,7 +76,7 @@ class ProcessUse:
 
 
 def try_lock(descriptor: int, gpu: int, slot: int) -> bool:
-    """Take the slot's lock for this process; False when another live process holds it.
+    """Take the slot's lock for this process; return False when another live process holds it.
 
     ``descriptor`` is that of the open state file.
     """

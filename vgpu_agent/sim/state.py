@@ -117,7 +117,7 @@ class SimulatedNode:
             numa: NUMA node of each GPU, -1 for none; by default all on node 0.
             uuids: UUID of each GPU; by default derived from model, number and ``seed``.
             seed: differs between nodes that must not share UUIDs.
-            driver_version: what NVML shows as the driver's.
+            driver_version: the version that NVML shows for the driver.
             cuda_version: as NVML encodes it, 1000 × major + 10 × minor.
             force: replace a node that is there. A process that has mapped the old one keeps seeing
                 it until the next nvmlInit.
@@ -236,7 +236,7 @@ class SimulatedNode:
         )
 
     def describe(self) -> list[GpuDescription]:
-        """Every GPU in words."""
+        """Describe every GPU in words."""
         return [self._describe(number) for number in range(self.state.gpu_count)]
 
     def _gpu(self, gpu: int | str) -> layout.Gpu:

@@ -373,7 +373,9 @@ def _conflict(resource: str, name: str, why: str) -> ApiRefusalError:
 
 
 def _merged(target: Any, patch: Any, *, strategic: bool = False, field: str = "") -> Any:
-    """JSON merge patch (RFC 7386); with ``strategic``, lists ``conditions`` are merged by type."""
+    """Apply a JSON merge patch (RFC 7386); with ``strategic``, lists ``conditions`` are merged by
+    type.
+    """
     if strategic and field == "conditions" and isinstance(patch, list) and isinstance(target, list):
         by_type = {condition["type"]: condition for condition in target}
         for condition in patch:

@@ -79,7 +79,7 @@ class Selector:
 
 
 async def parse_request(web_request: web.Request) -> Request:
-    """The request in Kubernetes' terms, with its body.
+    """Return the request in Kubernetes' terms, with its body.
 
     Raises:
         ApiRefusalError: 404, no such path; 400, a body that is no JSON object.

@@ -55,7 +55,7 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
     from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415
 
     narrator.scene(
-        "MPS: pods compute on one GPU at the same time (another node, with stand-ins of NVIDIA's "
+        "MPS: pods compute on one GPU at the same time (another node, with stand-ins for NVIDIA's "
         "tools)"
     )
     await asyncio.to_thread(
@@ -150,7 +150,7 @@ class _Story:
             variable = "CUDA_MPS_PIPE_DIRECTORY"
             narrator.say(f"     {name}: {variable}={pod.answers['main'].envs[variable]}")
         line = await self._client()
-        narrator.say(f"     a program of {_PODS[0]} joined, with {line}")
+        narrator.say(f"     a program of {_PODS[0]} connected to the daemon, with {line}")
         narrator.prove("threads=25.0" in line, "a client gets the limits of one share")
 
     async def _the_daemon_is_killed(self) -> None:
@@ -163,7 +163,7 @@ class _Story:
         await asyncio.to_thread(end_daemon, self._pipe)
         lost = await self._agent.until_logged("mps.daemon_lost")
         self._narrator.say(
-            f"     mps.daemon_lost: {', '.join(lost['pods'])} had {len(lost['clients'])} client"
+            f"     mps.daemon_lost: {', '.join(lost['pods'])} had {len(lost['clients'])} client(s)"
         )
         named = sorted(lost["pods"]) == [f"default/{name}" for name in _PODS]
         self._narrator.prove(
@@ -175,7 +175,7 @@ class _Story:
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 4)
         self._narrator.prove(
             "threads=25.0" in await self._client(),
-            "a new one is there, with the limits in force, for whoever starts again",
+            "a new one is there, with the limits in force, for programs that start again",
         )
 
     async def _the_agent_is_killed(self) -> None:

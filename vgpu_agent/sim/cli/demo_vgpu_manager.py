@@ -108,12 +108,12 @@ class _Story:
             AgentError: a check failed.
             TimeoutError: something did not happen in time.
         """
-        await self._the_node_is_offered()
+        await self._vgpus_are_offered()
         await self._pods_run()
         self._containers_have_their_claims()
         await self._annotations_show_success()
 
-    async def _the_node_is_offered(self) -> None:
+    async def _vgpus_are_offered(self) -> None:
         cluster = self._cluster
         await self._agent.start()
         await self._agent.until_ready()
@@ -175,7 +175,7 @@ class _Story:
         await self._cluster.until(lambda: all(map(done, _ASKED)), "the pods to be marked as served")
         self._narrator.prove(
             all(self._written(name, _REAL) == self._written(name, _PLANNED) for name in _ASKED),
-            f"{_REAL} repeats the claims, and {_PHASE} is succeed, as after the replaced plugin",
+            f"{_REAL} repeats the claims, and {_PHASE} is succeed, as with the replaced plugin",
         )
 
     def _written(self, name: str, key: str) -> str:

@@ -447,7 +447,7 @@ def _add_use(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     process.add_argument(
         "--mig", type=_instance, default=(None, None), metavar="GI:CI", help="in this MIG instance"
     )
-    process.add_argument("--seconds", type=_seconds, metavar="S", help="end after so long")
+    process.add_argument("--seconds", type=_seconds, metavar="S", help="end after this long")
     utilisation = _action(actions, "utilisation", _utilisation, "fix a GPU's utilisation", gpu=True)
     utilisation.add_argument(
         "--percent",

@@ -2,7 +2,7 @@
 ListAndWatch stream.
 
 Used by `kubelet` in this package only. It is the client side of the device plugin API on grpcio,
-dialled as the real kubelet dials: authority ``localhost``, at most 4 MiB a message, 10 seconds to
+dialled as the real kubelet dials: authority ``localhost``, at most 4 MiB per message, 10 seconds to
 connect.
 """
 

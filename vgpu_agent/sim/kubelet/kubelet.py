@@ -545,6 +545,7 @@ def _rejected(text: str) -> str:
 
 
 def _shown(options: messages.DevicePluginOptions | None) -> dict[str, bool]:
+    """Return a plugin's options as facts of a `Call`."""
     return {
         "pre_start": options is not None and options.pre_start_required,
         "preferred": options is not None and options.get_preferred_allocation_available,

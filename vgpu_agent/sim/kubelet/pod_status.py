@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class PodStatus:
-    """The status of one pod, in the object store of the simulated API server; nothing is written
-    any more once the pod is gone.
+    """The status of one pod, in the object store of the simulated API server; nothing more is
+    written once the pod is gone.
     """
 
     def __init__(self, objects: ObjectStore, pod: Object) -> None:
@@ -31,19 +31,19 @@ class PodStatus:
         self._init = [one["name"] for one in pod["spec"].get("initContainers") or ()]
         self._names = [*self._init, *(one["name"] for one in pod["spec"]["containers"])]
 
-    def phase(self, phase: str, **more: str) -> None:
+    def set_phase(self, phase: str, **more: str) -> None:
         """Set the phase, and e.g. reason and message."""
         self._write({"phase": phase, **more})
 
-    def waiting(self, container: str, reason: str, message: str) -> None:
+    def set_waiting(self, container: str, reason: str, message: str) -> None:
         """Write that the container could not be started."""
         self._set(container, state={"waiting": {"reason": reason, "message": message}})
 
-    def running(self, container: str) -> None:
+    def set_running(self, container: str) -> None:
         """Write that the container runs."""
         self._set(container, state={"running": {"startedAt": _now()}}, started=True, ready=True)
 
-    def terminated(self, container: str) -> None:
+    def set_terminated(self, container: str) -> None:
         """Write that the container has ended with exit code 0."""
         self._set(
             container,
@@ -51,7 +51,7 @@ class PodStatus:
             started=False,
         )
 
-    def crashed(self, container: str) -> None:
+    def set_crashed(self, container: str) -> None:
         """Write that the container has failed, and will be started again."""
         before = next((one for one in self._statuses() if one["name"] == container), {})
         last = {"terminated": {"exitCode": 1, "reason": "Error", "finishedAt": _now()}}

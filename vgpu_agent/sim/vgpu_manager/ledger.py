@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.sim.volcano.resources import Object
 
-# So long after they were planned, the claims of a pod that is not bound, and was refused before,
+# This long after they were planned, the claims of a pod that is not bound, and was refused before,
 # count no more.
 STUCK_SECONDS = 30.0
 MAX_CARDS = 16  # that one container may ask for
@@ -280,8 +280,8 @@ def _read(node: Object, keys: Keys) -> tuple[Sequence[Card], int] | Reason:
 
 
 def claims_of(pod: Object, keys: Keys) -> Claims:
-    """Return the claims that count: those that the plugin has written when they are complete, else
-    those that the extender has planned.
+    """Return the claims that count: those that the plugin has written when they are complete,
+    otherwise those that the extender has planned.
     """
     found = resources.annotations_of(pod)
     planned = formats.read_claims(found.get(keys("pre-allocated"), "")) or {}

@@ -153,7 +153,7 @@ def answer_handshake(value: str | None, now: float) -> tuple[bool, str | None]:
         now: unix seconds.
 
     Returns:
-        whether the scheduler uses the node's GPUs, and the new value that it writes, if any.
+        True if the scheduler uses the node's GPUs, and the new value that it writes, if any.
     """
     if value is None or "Deleted" in value:
         return False, None
@@ -170,7 +170,7 @@ def lock_stamp(now: float) -> str:
 
 
 def lock_age(value: str, now: float) -> float | None:
-    """Seconds since a node lock was taken, None when its time cannot be read."""
+    """Return the seconds since a node lock was taken, None when its time cannot be read."""
     try:
         return now - dt.datetime.fromisoformat(value).timestamp()
     except (ValueError, OverflowError):
@@ -178,7 +178,9 @@ def lock_age(value: str, now: float) -> float | None:
 
 
 def _handshake_age(value: str, now: float) -> float:
-    """Seconds since a ``Requesting_…`` was written; since 1970 when its time cannot be read."""
+    """Return the seconds since a ``Requesting_…`` was written; those since 1970 when its time
+    cannot be read.
+    """
     try:
         written = dt.datetime.strptime(value.partition("_")[2], _HANDSHAKE_STAMP).replace(
             tzinfo=dt.UTC

@@ -45,7 +45,7 @@ class Ask:
     percent: int | None = None
 
     def memory_on(self, card: Card) -> int:
-        """Memory units that this request takes of ``card``."""
+        """Return the memory units that this request takes of ``card``."""
         return self.memory if self.percent is None else card.memory * self.percent // 100
 
 
@@ -118,7 +118,7 @@ def asks(pod: Object) -> list[Ask]:
 
 
 def group_of(pod: Object) -> str:
-    """``namespace/group`` of the pod, empty when it is in none."""
+    """Return ``namespace/group`` of the pod, empty when it is in none."""
     name = annotations_of(pod).get(volcano_annotations.GROUP_NAME, "")
     return f"{pod['metadata'].get('namespace', 'default')}/{name}" if name else ""
 

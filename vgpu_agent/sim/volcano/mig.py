@@ -87,7 +87,7 @@ class InstanceUse:
         return found.memory_mib[int(match["position"])] // self.factor
 
     def find(self, units: int) -> str:
-        """``[group-position]`` of the smallest free instance with that many memory units;
+        """Return ``[group-position]`` of the smallest free instance with that many memory units;
         empty when there is none.
         """
         for group in self.groups:

@@ -68,7 +68,7 @@ def annotations_of(thing: Object) -> dict[str, str]:
 
 
 def key(pod: Object) -> str:
-    """``namespace/name``."""
+    """Return ``namespace/name``."""
     return f"{pod['metadata'].get('namespace', 'default')}/{pod['metadata']['name']}"
 
 
@@ -156,8 +156,8 @@ def may_hold(node: Object, pod: Object) -> bool:
 
 
 def _wanted(container: Object) -> Amounts:
-    """Requests, and limits where no request is written: for extended resources both are the
-    same.
+    """Return the requests, or the limits where no request is written: for extended resources both
+    are the same.
     """
     written = {**limits(container), **((container.get("resources") or {}).get("requests") or {})}
     return {resource: amount(text) for resource, text in written.items()}

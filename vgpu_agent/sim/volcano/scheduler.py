@@ -348,7 +348,7 @@ class VolcanoScheduler:
         """Take the locks of all nodes that the choices need.
 
         Returns:
-            the reason if a lock cannot be taken; otherwise "".
+            The reason if a lock cannot be taken; otherwise "".
         """
         for name, key in sorted(
             {(choice.node, choice.lock_key) for choice in choices if choice.lock_key}
@@ -365,7 +365,7 @@ class VolcanoScheduler:
         So a second pod of the round cannot take the same lock.
 
         Returns:
-            the reason if the lock cannot be taken; otherwise "".
+            The reason if the lock cannot be taken; otherwise "".
         """
         if name in self._locked:
             return f"node {name} has been locked within 5 minutes"
@@ -491,7 +491,7 @@ class VolcanoScheduler:
             version: the resource version that the object must still have; "" for any.
 
         Returns:
-            whether the API server has accepted the write.
+            True if the API server has accepted the write.
         """
         metadata = {"uid": thing["metadata"]["uid"], "annotations": dict(written)} | (
             {"resourceVersion": version} if version else {}
