@@ -264,8 +264,8 @@ def test_a_session_reads_everything_and_can_be_reopened(driver: Driver) -> None:
     assert first.warnings == ()
     assert first.simulated == (driver.node is not None)
     # the simulated sysfs does not say which cards the kernel module drives
-    if first.bound or driver.node is None:
-        assert {card.gpu.pci_bus_id for card in first.reading.cards} <= first.bound
+    if first.driven_cards or driver.node is None:
+        assert {card.gpu.pci_bus_id for card in first.reading.cards} <= first.driven_cards
     assert session.listening
     for _ in range(3):
         again = session.read(reopen=True)
