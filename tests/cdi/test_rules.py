@@ -84,7 +84,7 @@ def test_a_good_spec_has_no_problems() -> None:
             _edited(hooks=[{"hookName": "poststop", "path": "a"}]),
             "hook program 'a' is not an absolute path",
         ),
-        (_edited(additionalGids=[44]), "it takes 0.7.0"),
+        (_edited(additionalGids=[44]), "which takes 0.7.0"),
     ],
 )
 def test_what_a_runtime_would_refuse_is_named(changes: dict[str, Any], said: str) -> None:

@@ -184,7 +184,7 @@ def test_whoever_waits_for_ids_reads_why_there_are_none(mixed_node: AgentStatus,
     pod = a_pod("wants-nvidia", PodContainer("main", limits={"nvidia.com/gpu": 1}), bound=10)
     mixed_node.cluster.pods = (*mixed_node.cluster.pods, pod)
     assert (
-        "nvidia.com/gpu has 20 ids here, 9 of them free; not available: GPU 2 serves "
+        "nvidia.com/gpu has 20 ids here, 9 of them free; not available: GPU 2 has served "
         "volcano-vgpu (1 pod) since 2027-01-15T07:59:10Z; it is free again when its last pod "
         "ends."
     ) in answer(mixed_node, name)
