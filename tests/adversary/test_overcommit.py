@@ -137,7 +137,7 @@ async def test_a_tenant_cannot_pin_a_gpu_by_a_pod_that_never_starts() -> None:
 async def test_a_tenant_cannot_use_the_decision_for_another_node() -> None:
     """Annotations copied from a pod that a scheduler has placed elsewhere are no decision here."""
     place = VolcanoPlace()
-    with pytest.raises(RequestRefusedError, match="decided for another node"):
+    with pytest.raises(RequestRefusedError, match="decided for a node other than"):
         await place.started(scheduled("attacker", (U0, 4, 60), node="node-b"))
 
 
