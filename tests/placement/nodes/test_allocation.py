@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import strategies as st
 
@@ -17,6 +21,7 @@ from vgpu_agent.placement.nodes.allocation import (
     add,
     allocate,
     footprint,
+    some_footprint,
 )
 from vgpu_agent.placement.nodes.cards import NodeCards
 from vgpu_agent.placement.nodes.demand import Demand
@@ -268,3 +273,66 @@ def test_no_card_ever_gives_more_than_it_has(
                 assert cores <= 100
     for each, shares in zip(wanted.containers, found.shares, strict=True):
         assert len(shares) == each.card_count
+
+
+@hypothesis.given(
+    containers=_containers,
+    taken=st.lists(
+        st.tuples(st.integers(0, 10), st.integers(0, MEMORY_MIB), st.integers(0, 100)),
+        min_size=3,
+        max_size=3,
+    ),
+    sizes=st.lists(st.sampled_from([MEMORY_MIB // 2, MEMORY_MIB]), min_size=3, max_size=3),
+    blocked=st.lists(st.booleans(), min_size=3, max_size=3),
+    unwanted=st.dictionaries(st.integers(0, 2), st.just(Reason.DeviceTypeMismatch)),
+    policy=st.sampled_from(["none", "binpack", "spread"]),
+    mode=st.sampled_from(["none", "numa", "link-strict"]),
+)
+@hypothesis.example(  # all of the memory of a card, of which the larger one is emptier
+    containers=[container(cores=10)],
+    taken=[(1, 0, 0), NOTHING, NOTHING],
+    sizes=[MEMORY_MIB // 2, MEMORY_MIB, MEMORY_MIB],
+    blocked=[False, False, False],
+    unwanted={},
+    policy="spread",
+    mode="none",
+)
+@hypothesis.example(  # the cards that are free are not joined by NVLinks
+    containers=[container(2)],
+    taken=[NOTHING, NOTHING, NOTHING],
+    sizes=[MEMORY_MIB, MEMORY_MIB, MEMORY_MIB],
+    blocked=[False, True, False],
+    unwanted={},
+    policy="none",
+    mode="link-strict",
+)
+def test_nodes_are_compared_as_if_the_cards_had_been_chosen(
+    containers: list[PodContainer],
+    taken: list[Amounts],
+    sizes: list[int],
+    blocked: list[bool],
+    unwanted: dict[int, Reason],
+    policy: str,
+    mode: str,
+) -> None:
+    """The refusal is the same, and so is what the Node would have left."""
+    hardware = cards(3, links={(0, 1): [1, 8], (0, 2): [4], (1, 2): [2]}).hardware
+    described = [
+        msgspec.structs.replace(
+            card, memory_mib=size, blocked=Reason.DeviceUnhealthy if is_blocked else None
+        )
+        for card, size, is_blocked in zip(hardware.cards, sizes, blocked, strict=True)
+    ]
+    hardware = msgspec.structs.replace(hardware, cards=tuple(described))
+    wanted = demand(*containers, device_policy=policy, topology_mode=mode)
+    chosen = allocate(wanted, hardware, taken, unwanted)
+    found = some_footprint(wanted, hardware, taken, unwanted)
+    if isinstance(chosen, Refusal) or isinstance(found, Refusal):
+        assert found == chosen
+        return
+
+    def total(of: Mapping[int, Amounts]) -> Amounts:
+        return functools.reduce(add, of.values(), NOTHING)
+
+    assert total(found) == total(chosen.footprint)
+    assert len(found) == len(chosen.footprint)

@@ -178,6 +178,36 @@ def allocate(
     return Placement(ordered, footprint(kinds, ordered), fallback)
 
 
+def some_footprint(
+    demand: Demand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    unwanted: Mapping[int, Reason],
+) -> Mapping[int, Amounts] | Refusal:
+    """Return what the pod may take of the cards, or why it does not fit, to compare Nodes.
+
+    The refusals, and the sums over all cards, are those of `allocate`, with the same arguments. The
+    cards may be others, because for most pods the choice of cards takes twice as long as this, and
+    is needed on one Node only.
+    """
+    if len(demand.containers) == 1 and demand.topology_mode == NONE:
+        if refusal := _refused_by_node(demand, hardware, taken, unwanted):
+            return refusal
+        [container] = demand.containers
+        fitting = _fitting(container, hardware, taken, unwanted, among=None)
+        if isinstance(fitting, Refusal):
+            return fitting
+        memory = {
+            container.memory_mib(hardware.cards[number].memory_mib, hardware.memory_factor)
+            for number in fitting
+        }
+        if len(memory) == 1:  # otherwise the sum depends on the choice
+            amounts = (1, memory.pop(), container.cores_percent)
+            return dict.fromkeys(fitting[: container.card_count], amounts)
+    found = allocate(demand, hardware, taken, unwanted)
+    return found if isinstance(found, Refusal) else found.footprint
+
+
 def card_reasons(
     demand: Demand,
     hardware: Hardware,
@@ -324,29 +354,23 @@ def _cards(
     among: Collection[int] | None,
 ) -> _ContainerCards | Refusal:
     """Choose the cards of one container, from the numbers in ``among`` or, if None, from all."""
-    reasons: collections.Counter[Reason] = collections.Counter()
+    fitting = _fitting(container, hardware, taken, unwanted, among=among)
+    if isinstance(fitting, Refusal):
+        return fitting
     candidates = []
-    for card_number, card in enumerate(hardware.cards):
-        if among is not None and card_number not in among:
-            continue
-        reason = why_not(container, hardware, card, taken[card_number]) or unwanted.get(card_number)
-        if reason:
-            reasons[reason] += 1
-            continue
+    for number in fitting:
+        card = hardware.cards[number]
         score = 0.0
         # binpack takes the fullest cards first, spread the emptiest
         if demand.device_policy != NONE:
-            slots, memory, cores = taken[card_number]
+            slots, memory, cores = taken[number]
             parts = (  # the free parts of its slots, memory and compute, from 0 to 1
                 (card.slots - slots) / card.slots,
                 (card.memory_mib - memory) / max(card.memory_mib, 1),
                 (card.cores_percent - cores) / card.cores_percent,
             )
             score = policy_score(demand.device_policy, parts)
-        candidates.append(Candidate(str(card_number), card_number, card.numa, _RANK, score))
-    if len(candidates) < container.card_count:
-        [(most, _)] = reasons.most_common(1) or [(Reason.InsufficientGPUCards, 0)]
-        return Refusal(most, dict(reasons))
+        candidates.append(Candidate(str(number), number, card.numa, _RANK, score))
     chosen = by_topology(
         in_order(candidates, demand.device_policy),
         container.card_count,
@@ -369,6 +393,32 @@ def _cards(
         for card_number in sorted(card.number for card in chosen.cards)
     )
     return _ContainerCards(shares, chosen.fallback)
+
+
+def _fitting(
+    container: ContainerDemand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    unwanted: Mapping[int, Reason],
+    *,
+    among: Collection[int] | None,
+) -> list[int] | Refusal:
+    """Return the numbers of the cards that can serve the container, at least as many as it asks
+    for; only those in ``among``, unless that is None.
+    """
+    reasons: collections.Counter[Reason] = collections.Counter()
+    fitting = []
+    for number, card in enumerate(hardware.cards):
+        if among is not None and number not in among:
+            continue
+        if reason := why_not(container, hardware, card, taken[number]) or unwanted.get(number):
+            reasons[reason] += 1
+        else:
+            fitting.append(number)
+    if len(fitting) < container.card_count:
+        [(most, _)] = reasons.most_common(1) or [(Reason.InsufficientGPUCards, 0)]
+        return Refusal(most, dict(reasons))
+    return fitting
 
 
 _NO_LINKS = Links({}, ())

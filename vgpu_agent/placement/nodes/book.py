@@ -21,6 +21,7 @@ from vgpu_agent.placement.nodes.allocation import (
     add,
     allocate,
     footprint,
+    some_footprint,
 )
 from vgpu_agent.placement.nodes.cards import Unfit
 from vgpu_agent.placement.nodes.ranking import rank
@@ -568,10 +569,11 @@ def _verdict(demand: Demand, node: _Node, state: State | None = None) -> _Verdic
     state = state or node.state
     if state is None:
         return _Verdict(node.unfit)
-    found = _place(demand, state, node.uuids)
+    skipped = unwanted(demand, state.hardware, node.uuids)
+    found = some_footprint(demand, state.hardware, state.taken, skipped)
     if isinstance(found, Refusal):
         return _Verdict(found.reason, cards=found.cards)
-    return _Verdict(reason=None, rank=rank(demand, state.hardware, state.taken, found.footprint))
+    return _Verdict(reason=None, rank=rank(demand, state.hardware, state.taken, found))
 
 
 def _place(demand: Demand, state: State, uuids: Sequence[str]) -> Placement | Refusal:
