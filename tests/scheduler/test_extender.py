@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.families.vgpu_manager.scheduling.nodes import KEYS, entry, node_texts, uuid
@@ -18,6 +19,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import Node
 from vgpu_agent.placement.nodes.book import Book
 from vgpu_agent.pods import Pod
+from vgpu_agent.scheduler import extender as extender_module
 from vgpu_agent.scheduler.extender import Extender
 from vgpu_agent.scheduler.pod_events import PodEvents
 
@@ -167,6 +169,59 @@ async def test_a_pod_of_the_contract_from_filter_to_bind() -> None:
         "nvidia.com/assigned-phase": "allocating",
         "nvidia.com/metrics-node": "n0",
     }
+
+
+def _version(pod: dict[str, Any], version: str) -> bytes:
+    """The pod's JSON, after it was given this version."""
+    pod["metadata"]["resourceVersion"] = version
+    return json.dumps(pod).encode()
+
+
+async def test_a_pod_that_the_watch_has_shown_is_not_decoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tenth of a filter call. A version that the watch has not shown counts as it is in the
+    call: kube-scheduler may be ahead.
+    """
+    cluster, pod = Cluster(), a_pod(**SMALL)
+    decoded: list[str] = []
+
+    def read_pod(raw: bytes | msgspec.Raw) -> Pod:
+        found = decode.pod(raw)
+        decoded.append(found.resource_version)
+        return found
+
+    monkeypatch.setattr(cluster.extender, "_read_pod", read_pod)
+    cluster.extender.see_pod(decode.pod(_version(pod, "7")))
+    assert cluster.filter(pod)["NodeNames"] == ["n0"]
+    assert decoded == []
+    newer = a_pod(number="17")
+    _version(newer, "8")
+    assert "vgpu-number" in cluster.filter(newer)["Error"]
+    assert decoded == ["8"]
+    # two texts without a version may differ
+    cluster.extender.see_pod(decode.pod(_version(pod, "")))
+    _version(newer, "")
+    assert "vgpu-number" in cluster.filter(newer)["Error"]
+    assert decoded == ["8", ""]
+
+
+async def test_waiting_pods_are_forgotten_once_they_are_bound_or_gone_or_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An extender runs for months."""
+    monkeypatch.setattr(extender_module, "_MAX_WAITING", 2)
+    cluster = Cluster()
+
+    def see(name: str, node: str = "") -> None:
+        cluster.extender.see_pod(decode.pod(_version(a_pod(name, node=node, **SMALL), "7")))
+
+    for name in ("a", "b", "c", "d"):
+        see(name)
+    assert list(cluster.extender._waiting) == ["uid-c", "uid-d"]
+    see("c", node="n0")
+    cluster.extender.forget_pod("uid-d")
+    assert not cluster.extender._waiting
 
 
 async def test_pods_are_told_what_became_of_them() -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent import log
 from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import AgentError, ClusterError, RequestRefusedError
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.messages import BindingArguments, FilterArguments
     from vgpu_agent.scheduler.pod_events import PodEvents
 
+_logger = log.get(__name__)
+
 # Status codes of the API server for requests that it has not carried out.
 _REFUSED = range(400, 500)
 _NOT_FOUND, _CONFLICT = 404, 409
@@ -63,6 +66,8 @@ _MOST_GRACE_SECONDS = 300.0
 # text of a refusal makes it try again at most ten times (`_refusal`). At most `_MAX_REFUSED` pods
 # are remembered for it.
 _TRIES_SECONDS, _MAX_TRIES, _MAX_REFUSED = 300.0, 10, 10_000
+# Pods that wait for a Node are kept as they were decoded, three KiB each, but not more than these.
+_MAX_WAITING = 2000
 # kube-scheduler names all Nodes that it finds if these are fewer (minFeasibleNodesToFind).
 _LEAST_SAMPLE = 100
 
@@ -199,6 +204,7 @@ class Extender:
         self._last_bind_ns = 0  # unix time
         self._resources: dict[str, frozenset[str]] = {}  # Node → its extended resources
         self.records = PodRecords(clock)
+        self._waiting: dict[str, Pod] = {}  # pods that are not bound, by UID; see `_waiting_pod`
         # UID of a pod that was refused though there may be room → since when, how often, and why
         self._refused: dict[str, tuple[float, int, frozenset[Reason]]] = {}
         # by UID, so that malformed claims of a pod are logged once and not at each of its changes
@@ -232,7 +238,11 @@ class Extender:
         """
         self._known_pods.see(pod)
         if not pod.node and not pod.ended:
+            self._waiting[pod.uid] = pod
+            if len(self._waiting) > _MAX_WAITING:
+                del self._waiting[next(iter(self._waiting))]
             return
+        self._waiting.pop(pod.uid, None)
         holding = None
         try:
             holding = self._family.read_holding(pod)
@@ -264,6 +274,7 @@ class Extender:
         """Forget a pod that was deleted or has ended."""
         self._unreadable.forget(uid)
         self._known_pods.forget(uid)
+        self._waiting.pop(uid, None)
         self._refused.pop(uid, None)
         self._promises.pop(uid, None)
         self._book.release(uid)
@@ -366,7 +377,7 @@ class Extender:
     def _filter(self, arguments: FilterArguments) -> FilterResult:
         if not arguments.has_pod:
             raise RequestRefusedError("no Pod")
-        pod = self._read_pod(arguments.pod)
+        pod = self._waiting_pod(arguments) or self._read_pod(arguments.pod)
         if pod.node:
             raise RequestRefusedError(f"pod {pod.full_name} is bound to {pod.node} already")
         try:
@@ -401,6 +412,16 @@ class Extender:
         return FilterResult(
             nodes={"items": [] if chosen is None else [chosen]}, failed_nodes=failed
         )
+
+    def _waiting_pod(self, arguments: FilterArguments) -> Pod | None:
+        """Return the pod of a filter call as the watch has shown it, which saves a tenth of the
+        call; None if the watch has not shown this version of it.
+        """
+        uid, version = arguments.pod_version()
+        known = self._waiting.get(uid)
+        if known is None or not version or known.resource_version != version:
+            return None
+        return known
 
     def _failed(
         self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object], choice: Choice
@@ -461,9 +482,7 @@ class Extender:
             self._known_pods.promise(pod)  # the watch may not have shown it yet
             # The bind logs the Node, too, and where there is none, the end of the promise does. So
             # at the default level a pod costs one line.
-            self._journal.record(
-                "scheduler.placed", level="debug", pod=pod.full_name, node=choice.node
-            )
+            _logger.debug("scheduler.placed", pod=pod.full_name, node=choice.node)
             if self._events is not None:
                 self._events.matched(pod, choice.node)
         else:

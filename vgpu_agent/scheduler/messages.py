@@ -33,6 +33,15 @@ class _NodeList(msgspec.Struct):
     items: list[msgspec.Raw] | None = None
 
 
+class _VersionMetadata(msgspec.Struct, rename="camel"):
+    uid: str = ""
+    resource_version: str = ""
+
+
+class _PodVersion(msgspec.Struct):
+    metadata: _VersionMetadata
+
+
 class FilterArguments(msgspec.Struct, rename="pascal"):
     """The pod, and the Nodes on which it may go: by name, if kube-scheduler's configuration says
     ``nodeCacheCapable``, or as objects.
@@ -46,6 +55,14 @@ class FilterArguments(msgspec.Struct, rename="pascal"):
     def has_pod(self) -> bool:
         """Tell whether there is a pod."""
         return bytes(self.pod) not in {b"", b"null"}
+
+    def pod_version(self) -> tuple[str, str]:
+        """Return the pod's UID and ``resourceVersion``; two empty texts where it cannot be read."""
+        try:
+            metadata = msgspec.json.decode(self.pod, type=_PodVersion).metadata
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return "", ""
+        return metadata.uid, metadata.resource_version
 
     def candidates(self) -> dict[str, msgspec.Raw | None]:
         """Return the Nodes in their order: name → object, None where only names were sent.

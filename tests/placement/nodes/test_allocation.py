@@ -298,7 +298,7 @@ def test_no_card_ever_gives_more_than_it_has(
     mode="none",
 )
 @hypothesis.example(  # the cards that are free are not joined by NVLinks
-    containers=[container(2)],
+    containers=[container(number=2)],
     taken=[NOTHING, NOTHING, NOTHING],
     sizes=[MEMORY_MIB, MEMORY_MIB, MEMORY_MIB],
     blocked=[False, True, False],
