@@ -258,6 +258,19 @@ def test_cards_can_be_named() -> None:
     assert choice == Choice("n1", held(1, (1, 0, 1)), {"n0": Reason.DeviceUUIDMismatch})
 
 
+@pytest.mark.parametrize("policy", ["none", "binpack"])
+def test_a_node_that_is_gone_is_not_chosen(policy: str) -> None:
+    """kube-scheduler's call may be older than the Node's end."""
+    book, wanted = (
+        book_of(2),
+        demand(container(cores=10, memory=1024), node_policy=policy),
+    )
+    assert book.choose(wanted, ["n0", "n1"]).node == "n0"
+    book.remove_node("n0")
+    assert book.choose(wanted, ["n0"]) == Choice("", None, {"n0": Reason.NodeCacheMiss})
+    assert book.choose(wanted, ["n0", "n1"]).node == "n1"
+
+
 def test_a_node_that_cannot_be_read_is_unfit_and_its_pods_count_later() -> None:
     """Its annotations may be mended while pods run there."""
     book = book_of(1)
