@@ -367,7 +367,7 @@ class Resource(msgspec.Struct, frozen=True):
             largest of them.
         offers_preference: the kubelet is to ask which ids suit best (GetPreferredAllocation). Where
             the pod decides, these are the ids of the GPUs that a scheduler has given to the pod
-            (`PodFamily.named`).
+            (`PodFamily.named_gpus`).
         ids_setting: the setting that determines the number of ids, for the error when there are too
             many, e.g. ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never exceeds it.

@@ -258,7 +258,8 @@ def changes(
             found.append(Change(field, value, nodes))
         if is_over():
             break
-    return Changes(() if is_over() else tuple(found), is_complete=not is_over())
+    is_complete = not is_over()
+    return Changes(tuple(found) if is_complete else (), is_complete=is_complete)
 
 
 def _alike(demand: Demand, views: Sequence[NodeView]) -> list[list[NodeView]]:

@@ -215,7 +215,7 @@ _SENTENCES: dict[str, tuple[Mood, Callable[[Facts, Mapping[str, int]], str]]] = 
     ),
     "grant.device_missing": (
         Mood.BAD,
-        lambda f, _: f"{_pod(f)} uses a MIG instance that is gone",
+        lambda f, _: f"{_pod(f)} uses a GPU or MIG instance that is gone",
     ),
     "limit.not_in_force": (
         Mood.WARNING,
