@@ -53,7 +53,7 @@ class LateWeb:
         """
         self._status = status
         self._reviews = reviews
-        # the families with metrics at an address of their own, as programs that they replace had
+        # the families with metrics at an address of their own, like the program that each replaces
         self._exporters = [
             (family, options)
             for family in FAMILIES

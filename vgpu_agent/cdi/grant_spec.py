@@ -33,7 +33,7 @@ _NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")
 # all.
 _PREFIX = CDI_KIND.partition("/")[0] + "/"
 
-# the value of a CDI annotation: CDI names with commas between
+# the value of a container annotation that names CDI devices: their names with commas between
 _NAMES = re.compile(
     r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+(,[A-Za-z0-9._-]+/"
     r"[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+)*"
@@ -199,7 +199,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "shares": msgspec.json.encode(record.shares).decode(),
         "by": record.decider,
         "decided-at": repr(record.decided_at),
-        "collected": record.own_directory,  # it is removed (collected) once the pod is gone
+        "collected": record.own_directory,  # on the host; it is removed once the pod is gone
         # a scheduler decided, so the shares may exceed the device's compute or number of holders
         **({"may-overcommit": "true"} if record.may_overcommit else {}),
         # the init containers that this start shows not to be running, so they hold nothing now

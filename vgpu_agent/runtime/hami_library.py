@@ -1,4 +1,4 @@
-"""Recognise HAMi-core's libvgpu.so among the files that may be delivered.
+"""Recognise HAMi-core's libvgpu.so among the files that an operator supplies for containers.
 
 A file is recognised if it exports the functions in which HAMi-core limits a program, contains the
 name of the variable by which only HAMi-core finds its region, and loads in its machine code, as a
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _PRODUCT = "HAMi-core's libvgpu.so"
 
-# Functions that find the driver's functions, allocate, report the memory, and launch kernels. All
-# releases from HAMi 2.4.1 to 2.10 have one name of each entry (hami-core §3.1, §3.2).
+# Functions that find the driver's functions, allocate, report the memory, and launch kernels. Each
+# entry lists the names of one function in different releases; all releases from HAMi 2.4.1 to 2.10
+# export one of them (hami-core §3.1, §3.2).
 _FUNCTIONS = (
     ("dlsym",),
     ("cuGetProcAddress", "cuGetProcAddress_v2"),

@@ -32,7 +32,7 @@ NOW = 1795200692.0  # 2026-11-20 18:51:32 UTC
 )
 def test_handshake(value: str | None, expected: tuple[bool, str | None]) -> None:
     """volcano-vgpu §2.3: a ping is answered within 60 seconds or the node's GPUs are ignored."""
-    assert volcano_annotations.answer_handshake(value, NOW) == expected
+    assert volcano_annotations.judge_handshake(value, NOW) == expected
 
 
 @given(st.text(alphabet=st.sampled_from("GPU-0123456789abeE,:;_. []truefalshmig\x00é")))
@@ -51,7 +51,7 @@ def test_junk_is_read_without_a_word(text: str) -> None:
         for number in (claim.memory, claim.cores)
     )
     assert all(index >= 0 for index in volcano_annotations.parse_indices(text))
-    assert volcano_annotations.answer_handshake(f"Requesting_{text}", NOW)[0] in (True, False)
+    assert volcano_annotations.judge_handshake(f"Requesting_{text}", NOW)[0] in (True, False)
     assert isinstance(volcano_annotations.lock_age(text, NOW), float | None)
     assert abs(resources.amount(text)) < 2**63
 

@@ -63,7 +63,7 @@ class Exporter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             description=(
                 "A scraper must show a token of a user or a service account that may get the path "
                 "`/metrics`. The API server is asked (TokenReview, SubjectAccessReview), which "
-                "takes `components/scrape-reviews`."
+                "needs the rights of the manifests' `components/scrape-reviews`."
             )
         ),
     ] = False
@@ -380,7 +380,7 @@ SETTINGS = FamilySettings(
         _own("exporter.certificateFile", "--tls-cert-file", "FILE", "certificate of the metrics"),
         _own("exporter.keyFile", "--tls-key-file", "FILE", "its private key"),
     ),
-    # the flag and the variable of the second key set the first one, too
+    # the flag and the variable of `plugin.migStrategy` also set this family's
     also_set_by_options={f"{SECTION}.migStrategy": "plugin.migStrategy"},
     # Variables and flags that are accepted and not followed. A flag's third text is the value with
     # which it asks for nothing.

@@ -2,13 +2,13 @@
 Volcano's own device plugin offers them.
 
 Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a
-container gets its card and its budget of memory, and nothing enforces them. The ids are only
+container gets its card and an amount of memory, and nothing enforces them. The ids are only
 counted. A *unit* is one of what a limit counts: an amount of memory, or a card. The pod's card is
 in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that
 no GPU scheduler has placed.
 
-The numbers of cards are those of NVML when all of them answered. A card that is lost keeps its
-number as long as this agent runs, so ids and annotations of running pods keep their meaning;
+The number of a card is its index in NVML from when all cards answered. A card that is lost keeps
+its number as long as this agent runs, so ids and annotations of running pods keep their meaning;
 after a restart of the agent NVML's numbers of that moment count, for the scheduler as well. The
 ledger has the shares of running containers by UUID, so a new numbering never changes them.
 """
@@ -249,11 +249,12 @@ class VolcanoGpushareFamily:
             return None
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Return three variables and, with the list strategy ``envvar``, nothing else
+        """Return the variable with the container's cards, ``VOLCANO_GPU_ALLOCATED`` and
+        ``VOLCANO_GPU_MEMORY_TOTAL``, and, with the list strategy ``envvar``, nothing else
         (volcano-gpushare S3, S4, S5).
 
         ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs
-        divide the other number by it to learn which part of the card is theirs.
+        divide ``VOLCANO_GPU_ALLOCATED`` by it to learn which part of the card is theirs.
         """
         gpus = [gpu for share in shares if (gpu := question.inventory.gpu(share.device))]
         devices = [
@@ -501,9 +502,9 @@ class VolcanoGpushareFamily:
         if here:
             return gpus[here[0]]
         needed_mib = units(question.pod, self._resource_name) * self._factor(question.inventory)
-        budget_mib = _size_mib(question.inventory.numbered)  # what each card is offered with
+        offered_mib = _size_mib(question.inventory.numbered)  # what each card is offered with
         rooms = [
-            msgspec.structs.replace(room, memory_free_mib=_free_mib(room, budget_mib))
+            msgspec.structs.replace(room, memory_free_mib=_free_mib(room, offered_mib))
             for room in _ordered(question, gpus)
         ]
         try:

@@ -199,7 +199,7 @@ class Endpoint:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=response.FromString,
         )
-        if self._hung_up:  # between two calls for one pod that is being admitted
+        if self._hung_up:  # it hung up between two calls for one pod that is being admitted
             raise CallFailedError(self._stopped())
         began = time.monotonic()
         try:

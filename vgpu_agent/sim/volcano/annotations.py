@@ -145,7 +145,7 @@ def handshake_stamp(word: str, now: float) -> str:
     return f"{word}_{dt.datetime.fromtimestamp(now, dt.UTC).strftime(_HANDSHAKE_STAMP)}"
 
 
-def answer_handshake(value: str | None, now: float) -> tuple[bool, str | None]:
+def judge_handshake(value: str | None, now: float) -> tuple[bool, str | None]:
     """Judge a node's handshake as Volcano's scheduler up to version 1.14.2 does.
 
     Args:

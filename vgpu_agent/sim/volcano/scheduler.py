@@ -293,7 +293,7 @@ class VolcanoScheduler:
             return nodes
         alive = []
         for node in nodes:
-            usable, answer = volcano_annotations.answer_handshake(
+            usable, answer = volcano_annotations.judge_handshake(
                 resources.annotations_of(node).get(volcano_annotations.HANDSHAKE), now
             )
             if answer is not None:
