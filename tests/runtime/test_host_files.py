@@ -62,6 +62,30 @@ def test_a_directory_that_is_there_keeps_its_content(tmp_path: Path) -> None:
     assert ((directory / "region").read_text(), mode(directory)) == ("in use", 0o777)
 
 
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_directory_that_another_thread_makes_and_fills_meanwhile_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_renamed: bool
+) -> None:
+    """The first pods of a node start at once, and have a parent directory in common.
+    ``is_renamed``: the other thread was faster with the same unfinished one.
+    """
+    path, mkdir = tmp_path / "d", os.mkdir
+
+    def mkdir_of_two(name: str, its_mode: int = 0o777) -> None:
+        mkdir(name, its_mode)
+        if is_renamed:
+            os.rename(name, path)
+            path.chmod(0o755)
+        else:
+            mkdir(path, 0o755)
+        (path / "of-the-other").write_text("")
+
+    monkeypatch.setattr(os, "mkdir", mkdir_of_two)
+    host_files.make_directory(str(path))
+    assert os.listdir(tmp_path) == ["d"]
+    assert os.listdir(path) == ["of-the-other"]
+
+
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_something_else_in_its_place_is_refused(kind: str, tmp_path: Path) -> None:
     """A link could lead anywhere, and its target would get the mode."""

@@ -75,6 +75,10 @@ _REMEDIES = {
 }
 
 
+# The errors of the rename in `_make_directory` where another thread was faster.
+_MADE_MEANWHILE = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
+
+
 def file_error(action: str, path: str, err: OSError) -> HostFileError:
     """The error for an operator: what could not be done, to which path, why, and what helps."""
     remedy = _REMEDIES.get(err.errno or 0, "check that file system")
@@ -304,9 +308,13 @@ def _make_directory(path: str, mode: int) -> None:
     try:
         os.chmod(unfinished, mode)
         os.rename(unfinished, path)
-    except FileNotFoundError:
-        if not _is_directory(path, mode):  # another thread has made it meanwhile
+    except OSError as err:
+        # Another thread may have made it meanwhile. Then `unfinished` is gone, or `path` has content
+        # already.
+        if err.errno not in _MADE_MEANWHILE or not _is_directory(path, mode):
             raise
+        with contextlib.suppress(OSError):
+            os.rmdir(unfinished)
 
 
 def _make_parents(path: str) -> None:
