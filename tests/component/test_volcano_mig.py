@@ -61,7 +61,7 @@ class MigStage(VolcanoStage):
     @property
     def register(self) -> str:
         """Return the annotation in which schedulers read of the cards."""
-        return str(self.cluster.node_object()["metadata"]["annotations"].get(REGISTER))
+        return str(self.cluster.node_object()["metadata"].get("annotations", {}).get(REGISTER))
 
     def create(self, name: str, place: str) -> None:
         """A pod for which a scheduler has written ``place``."""
@@ -108,9 +108,11 @@ async def test_instances_are_cut_when_pods_come_and_each_pod_has_its_own(stage: 
     divided yet; a third on another card.
     """
     await stage.begin()
-    assert stage.register == "".join(
+    described = "".join(
         f"{uuid},10,640,NVIDIA-NVIDIA A100-SXM4-40GB,true,mig:" for uuid in (U0, U1)
     )
+    # the kubelet and the agent write the Node independently
+    await stage.cluster.until(lambda: stage.register == described, "the description of the cards")
     stage.create("a", f"{U1}[group2-0]")
     stage.create("b", f"{U1}[group2-0]")
     stage.create("c", f"{U0}[group3-1]")
@@ -300,7 +302,9 @@ async def test_d16_instances_that_somebody_has_made_are_given_by_their_names(
         lambda: stage.allocatable.get("volcano.sh/mig-2g.10gb") == "3",
         "the instances to be offered",
     )
-    assert stage.register.startswith(f"{U0},10,640,")
+    await stage.cluster.until(
+        lambda: stage.register.startswith(f"{U0},10,640,"), "the description of the cards"
+    )
     assert U1 not in stage.register
     stage.cluster.create_pod("p", {"volcano.sh/mig-2g.10gb": 2}, node=NODE)
     await stage.cluster.running("p")

@@ -309,8 +309,8 @@ def _make_directory(path: str, mode: int) -> None:
         os.chmod(unfinished, mode)
         os.rename(unfinished, path)
     except OSError as err:
-        # Another thread may have made it meanwhile. Then `unfinished` is gone, or `path` has content
-        # already.
+        # Another thread may have made it meanwhile. Then `unfinished` is gone, or `path` has
+        # content already.
         if err.errno not in _MADE_MEANWHILE or not _is_directory(path, mode):
             raise
         with contextlib.suppress(OSError):
