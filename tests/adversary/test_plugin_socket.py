@@ -224,7 +224,7 @@ async def test_silent_connections_cannot_take_the_place_of_the_kubelets(kubelet:
     reading = [asyncio.ensure_future(_drained(reader)) for reader, _ in opened]
     await eventually(lambda: sum(one.done() for one in reading) >= 100 - LIMITS.connections)
     assert (
-        len([one for one in server._server._made() if not one.connection.is_closing()])
+        len([one for one in server._server._established() if not one.connection.is_closing()])
         <= LIMITS.connections
     )
     for _, writer in opened:
