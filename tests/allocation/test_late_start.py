@@ -28,7 +28,7 @@ from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.errors import CapacityError, HostFileError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import GrantState, Holding, KubeletRecords, Owner, Share
-from vgpu_agent.pods import DesiredPod, PodContainer
+from vgpu_agent.pods import DesiredPod, Pod, PodContainer
 
 
 def given(place: Place, ids: tuple[str, ...]) -> dict[str, str]:
@@ -278,6 +278,20 @@ async def test_a_claim_to_more_than_there_is_gets_nothing() -> None:
     assert [grant.shares for grant in place.ledger.grants] == [(), ()]
 
 
+async def _full(place: Place) -> Pod:
+    """Start a pod that takes nearly all of a GPU, and admit a second one for the same GPU, with the
+    id ``IDS[1]``. Return the first.
+    """
+    first, second = (
+        a_pod(name, annotations=wants(main=f"{U0} 40000")) for name in ("first", "second")
+    )
+    place.book.replace([first, second])
+    await place.admit(first, "main", IDS[:1])
+    await place.start(IDS[:1])
+    await place.admit(second, "main", IDS[1:2])
+    return first
+
+
 @pytest.mark.parametrize("can_get", [False, True])
 async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: bool) -> None:
     """Its grant goes as soon as kubelet does not list it and the API server has ended it, without
@@ -287,14 +301,7 @@ async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: b
     """
     place = Place()
     place.can_get = can_get
-    ended, new = (
-        a_pod("ended", annotations=wants(main=f"{U0} 40000")),
-        a_pod("new", annotations=wants(main=f"{U0} 40000")),
-    )
-    place.book.replace([ended, new])
-    await place.admit(ended, "main", IDS[:1])
-    await place.start(IDS[:1])
-    await place.admit(new, "main", IDS[1:2])
+    ended = await _full(place)
     with pytest.raises(CapacityError):
         await place.start(IDS[1:2])
     place.book.put(msgspec.structs.replace(ended, phase="Succeeded"))
@@ -315,14 +322,7 @@ async def test_a_start_without_room_is_answered_before_kubelet_gives_up() -> Non
     """Asking which pods have ended counts against the time that a start may take."""
     place = SlowPlace()
     place.can_get = True
-    first, second = (
-        a_pod("first", annotations=wants(main=f"{U0} 40000")),
-        a_pod("second", annotations=wants(main=f"{U0} 40000")),
-    )
-    place.book.replace([first, second])
-    await place.admit(first, "main", IDS[:1])
-    await place.start(IDS[:1])
-    await place.admit(second, "main", IDS[1:2])
+    await _full(place)
     loop = asyncio.get_running_loop()
     began = loop.time()
     with pytest.raises(
@@ -336,14 +336,7 @@ async def test_a_start_without_room_is_answered_before_kubelet_gives_up() -> Non
 async def test_a_start_without_room_and_without_the_kubelets_list_says_so() -> None:
     """An ended pod may still hold the room, so the start is not refused for good."""
     place = Place()
-    first, second = (
-        a_pod("first", annotations=wants(main=f"{U0} 40000")),
-        a_pod("second", annotations=wants(main=f"{U0} 40000")),
-    )
-    place.book.replace([first, second])
-    await place.admit(first, "main", IDS[:1])
-    await place.start(IDS[:1])
-    await place.admit(second, "main", IDS[1:2])
+    await _full(place)
     place.pod_resources = None
     with pytest.raises(
         NotProvenError, match=r"no room, and the kubelet has not reported \(.*\) which"

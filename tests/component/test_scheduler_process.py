@@ -145,7 +145,7 @@ async def test_a_pod_is_placed_and_bound_over_tls_and_a_renewed_certificate_is_s
 async def test_it_ends_at_once_while_the_api_server_does_not_answer(
     folder: Path, number: signal.Signals
 ) -> None:
-    """As process 1 of a container, which the kubelet would otherwise kill after 30 s."""
+    """Otherwise the kubelet waits for 30 s, and then kills it."""
     async with ApiServer(latency_seconds=FOR_EVER_SECONDS) as server:
         kubeconfig = await asyncio.to_thread(server.kubeconfig, folder / "kubeconfig")
         async with extender(kubeconfig, "--server-bind-port", "0") as process:

@@ -233,15 +233,17 @@ _containers = st.lists(
     min_size=1,
     max_size=4,
 )
+# of each of three cards
+_taken = st.lists(
+    st.tuples(st.integers(0, 10), st.integers(0, MEMORY_MIB), st.integers(0, 100)),
+    min_size=3,
+    max_size=3,
+)
 
 
 @hypothesis.given(
     containers=_containers,
-    taken=st.lists(
-        st.tuples(st.integers(0, 10), st.integers(0, MEMORY_MIB), st.integers(0, 100)),
-        min_size=3,
-        max_size=3,
-    ),
+    taken=_taken,
     policy=st.sampled_from(["none", "binpack", "spread"]),
     mode=st.sampled_from(["none", "numa", "numa-strict", "link", "link-strict"]),
 )
@@ -277,11 +279,7 @@ def test_no_card_ever_gives_more_than_it_has(
 
 @hypothesis.given(
     containers=_containers,
-    taken=st.lists(
-        st.tuples(st.integers(0, 10), st.integers(0, MEMORY_MIB), st.integers(0, 100)),
-        min_size=3,
-        max_size=3,
-    ),
+    taken=_taken,
     sizes=st.lists(st.sampled_from([MEMORY_MIB // 2, MEMORY_MIB]), min_size=3, max_size=3),
     blocked=st.lists(st.booleans(), min_size=3, max_size=3),
     unwanted=st.dictionaries(st.integers(0, 2), st.just(Reason.DeviceTypeMismatch)),
