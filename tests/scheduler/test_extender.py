@@ -224,6 +224,19 @@ async def test_waiting_pods_are_forgotten_once_they_are_bound_or_gone_or_too_man
     assert not cluster.extender._waiting
 
 
+async def test_a_large_pod_is_not_kept_while_it_waits() -> None:
+    """A tenant may create thousands; it is decoded at each call instead."""
+    cluster, pod = Cluster(), a_pod(**SMALL)
+    cluster.extender.see_pod(decode.pod(_version(pod, "7")))
+    assert list(cluster.extender._waiting) == ["uid-train"]
+    pod["metadata"]["annotations"] = {
+        f"nvidia.com/exclude-gpu-{what}": "x" * 4000 for what in ("uuid", "type")
+    }
+    cluster.extender.see_pod(decode.pod(_version(pod, "8")))
+    assert not cluster.extender._waiting
+    assert cluster.filter(pod)["NodeNames"] == ["n0"]
+
+
 async def test_pods_are_told_what_became_of_them() -> None:
     """vgpu-manager §5.2, §5.8: the reasons that operators know, on the pod itself."""
     cluster = Cluster(1)

@@ -66,8 +66,9 @@ _MOST_GRACE_SECONDS = 300.0
 # text of a refusal makes it try again at most ten times (`_refusal`). At most `_MAX_REFUSED` pods
 # are remembered for it.
 _TRIES_SECONDS, _MAX_TRIES, _MAX_REFUSED = 300.0, 10, 10_000
-# Pods that wait for a Node are kept as they were decoded, three KiB each, but not more than these.
-_MAX_WAITING = 2000
+# At most this many of the pods that wait for a Node are kept as they were decoded, unless they are
+# large: as JSON most have one KiB, and a tenant can make one of some hundred.
+_MAX_WAITING, _MAX_WAITING_BYTES = 2000, 8 * 1024
 # kube-scheduler names all Nodes that it finds if these are fewer (minFeasibleNodesToFind).
 _LEAST_SAMPLE = 100
 
@@ -154,7 +155,8 @@ class Kept(msgspec.Struct, frozen=True):
 class Extender:
     """The verbs filter and bind; see the module.
 
-    State: the promises, by the pods' UIDs, which the book has, too; and the latest refusals.
+    State: the promises, by the pods' UIDs, which the book has, too; the latest refusals; and pods
+    that wait for a Node.
 
     Attributes:
         records: names of pods and the last filter calls about them, for ``/explain``.
@@ -238,9 +240,7 @@ class Extender:
         """
         self._known_pods.see(pod)
         if not pod.node and not pod.ended:
-            self._waiting[pod.uid] = pod
-            if len(self._waiting) > _MAX_WAITING:
-                del self._waiting[next(iter(self._waiting))]
+            self._keep_waiting(pod)
             return
         self._waiting.pop(pod.uid, None)
         holding = None
@@ -269,6 +269,15 @@ class Extender:
         else:
             self._book.hold(pod.uid, holding)
             self.records.note_holder(pod)
+
+    def _keep_waiting(self, pod: Pod) -> None:
+        """Keep a pod that waits for a Node, in the place of an earlier version of it."""
+        self._waiting.pop(pod.uid, None)
+        if len(msgspec.json.encode(pod)) > _MAX_WAITING_BYTES:
+            return
+        self._waiting[pod.uid] = pod
+        if len(self._waiting) > _MAX_WAITING:
+            del self._waiting[next(iter(self._waiting))]
 
     def forget_pod(self, uid: str) -> None:
         """Forget a pod that was deleted or has ended."""
@@ -480,8 +489,8 @@ class Extender:
                 self._events.fell_back(pod, choice.node, mode, choice.fallback)
             self._promise(pod, choice.holding, wanted)
             self._known_pods.promise(pod)  # the watch may not have shown it yet
-            # The bind logs the Node, too, and where there is none, the end of the promise does. So
-            # at the default level a pod costs one line.
+            # The bind logs the Node, too, and without a bind, `expire_promises` does. So at the
+            # default level a pod costs one line.
             _logger.debug("scheduler.placed", pod=pod.full_name, node=choice.node)
             if self._events is not None:
                 self._events.matched(pod, choice.node)
