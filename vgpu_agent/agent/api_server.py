@@ -493,7 +493,7 @@ class ClusterAccess:
         now: float,
     ) -> DesiredNode:
         if self._leaving_at:
-            # removes from the Node all that an agent which leaves for good has written
+            # takes back what this agent, which leaves for good, has written to the Node
             return (
                 allocator.cleanup(self._leaving_at)
                 .joined(gpu_status.cleanup(node))

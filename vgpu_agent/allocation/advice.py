@@ -37,7 +37,7 @@ def for_scheduled(
 ) -> str:
     """Return the advice for a pod whose scheduler has named the GPU;
     ``shares`` are what it asks for, ``err`` says on which device they were refused, and
-    ``binding`` has the settings of that section.
+    ``binding`` has the settings ``binding.*``.
     """
     share = next(
         (share for share in shares if share.device == err.device and inventory.gpu(share.device)),
@@ -67,7 +67,7 @@ def for_scheduled(
 
 def for_waiting(binding: Binding) -> str:
     """Return the remedies for a pod that the kubelet tries to start again and again,
-    and that stays bound to this node meanwhile; ``binding`` has the settings of that section.
+    and that stays bound to this node meanwhile; ``binding`` has the settings ``binding.*``.
     """
     if seconds := binding.refused_evict_seconds:
         anew = (

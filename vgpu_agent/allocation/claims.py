@@ -183,7 +183,8 @@ def _named_gpus(
     # A pod that is being deleted starts no more containers. One with the annotation of a mirror
     # (`mirror`) is never run as such: a true one stands for a static pod, which no scheduler binds,
     # and anybody can write the annotation.
-    # `scheduled` is False where only the pod's author has chosen the node.
+    # `scheduled` is False where the pod's author has chosen the node and the kubelet has not
+    # reported the pod.
     if not pod.scheduled or pod.ended or pod.deleting or pod.mirror:
         return ()
     if all(container.started for container in pod.containers):

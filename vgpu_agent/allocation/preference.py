@@ -47,8 +47,8 @@ def ids_of_named_gpus(
 def _likeliest(
     context: Context, family: PodFamily, offered: Resource, size: int
 ) -> tuple[str, ...]:
-    """Return the GPUs that a scheduler has named for the container that waits for ``size`` ids,
-    in the pod that was bound first if there are several.
+    """Return the GPUs that a scheduler has named for the container that waits for ``size`` ids;
+    of several such containers, for the one whose pod was bound first.
     """
     grants = [grant for grant in context.ledger.grants if grant.resource == offered.name]
     # `decided_for`: the pod's UID and the container for which the shares were decided, perhaps by a

@@ -188,8 +188,8 @@ class CdiController:
         await self.look(settings)
         self.observe(inventory)
         if self._needed() and _namable(inventory):
-            # a tool that hangs must not keep the agent from starting; `tried` is set once it has
-            # ended, with or without success
+            # a tool that hangs must not keep the agent from starting; `tried` is set after an
+            # attempt, successful or not
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(START_WAIT_SECONDS):
                     await self._source.tried.wait()

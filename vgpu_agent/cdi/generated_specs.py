@@ -4,8 +4,8 @@ channels, GDRCopy, GDS and Mellanox devices.
 They are made only when the GPUs that containers can get, or the settings, have changed, because
 that takes a run of NVIDIA's tool, about a second. A file that was removed or changed is written
 again from memory. After any failure the agent tries again with growing pauses, and the earlier
-specs stay in use meanwhile. `controller` sets the desired specs, has the loop run, and keeps
-back the resources whose names are missing.
+specs stay in use meanwhile. `controller` sets the desired specs, has the loop run, and withholds
+the resources whose names are missing.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "shares": msgspec.json.encode(record.shares).decode(),
         "by": record.decider,
         "decided-at": repr(record.decided_at),
-        "collected": record.own_directory,  # on the host; it is removed once the pod is gone
+        "collected": record.own_directory,  # on the host; removed (collected) once the pod is gone
         # a scheduler decided, so the shares may exceed the device's compute or number of holders
         **({"may-overcommit": "true"} if record.may_overcommit else {}),
         # the init containers that this start shows not to be running, so they hold nothing now

@@ -1,8 +1,8 @@
 """IMEX channels: whether this node has the ones that its containers are to get,
 and a CDI spec for them.
 
-A channel is a character device of the driver, by which machines share GPU memory (nvidia §9).
-`controller` finds the channels on the node with this module, and `generated_specs` makes their
+A channel is a character device that the driver makes, by which machines share GPU memory (nvidia
+§9). `controller` finds the channels on the node with this module, and `generated_specs` makes their
 spec.
 """
 

@@ -38,7 +38,7 @@ class Roots(NamedTuple):
 
 
 def find_roots(*, driver_root: str, dev_root: str, container_driver_root: str) -> Roots:
-    """Find where the agent sees the driver's files and ``/dev``, in the file system.
+    """Look in the file system for where the agent sees the driver's files and ``/dev``.
 
     Args:
         driver_root: on the node.

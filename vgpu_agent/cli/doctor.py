@@ -37,7 +37,7 @@ _MOUNTED_CONFIG = "/etc/vgpu-agent/config.yaml"
 _CHECK_SECONDS = 20.0
 _ASK_SECONDS = 5.0  # for one answer of the running agent
 _EXIT_STATUS = {Level.OK: 0, Level.WARNING: 1, Level.ERROR: 2}
-# a terminal's codes of green, yellow and red
+# a terminal's codes (SGR) for green, yellow and red
 _COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "31"}
 _LEVEL_WIDTH, _CHECK_WIDTH = 9, 19
 # one part of a setting's path: a key, or an item of a list (`key[0]`)

@@ -406,7 +406,7 @@ def _plugin_directory(directory: Path) -> Finding:
 
 
 def _socket(name: str, path: Path, origin: str) -> Finding:
-    """Connect to the socket at ``path``; ``origin`` says for the remedy where it comes from."""
+    """Connect to the socket at ``path``; ``origin``, a part of the remedy, says what makes it."""
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
             return _error(name, f"{path} is no socket", f"remove it; {origin}")

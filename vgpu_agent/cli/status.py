@@ -1,7 +1,7 @@
 """``vgpu-agent status``: the node on one page, once, again and again, or as soon as it is ready.
 
-Fetched from the running agent over its debug port, so it needs nothing of the node but that port
-(`debug_address`). The exit status tells the state of the node.
+It is fetched from the running agent over its debug port, so the command needs nothing of the node
+but that port (`debug_address`). The exit status tells the state of the node.
 """
 
 from __future__ import annotations

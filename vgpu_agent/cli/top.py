@@ -98,7 +98,7 @@ class _Share(msgspec.Struct):
 class _Grant(msgspec.Struct):
     container: str = ""
     resource: str = ""
-    limit: str = ""  # the state of its limits in words, such as `_WHOLE_DEVICE`
+    limit: str = ""  # the state of its limits, a value of `web.limits.LimitState`
     shares: tuple[_Share, ...] = ()
 
 

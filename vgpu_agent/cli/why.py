@@ -1,4 +1,4 @@
-"""``vgpu-agent why``: why a pod does not start, or where it is, as the scheduler extender tells.
+"""``vgpu-agent why``: ask the scheduler extender why a pod does not start, or where it is.
 
 It needs nothing but the extender's port, so it works inside the extender's pod and through a port
 forward. Like ``status`` it uses plain http.client: no proxy from the environment, and no library

@@ -1,3 +1,3 @@
 """The API server: the watches, the writers, and the connection. Built and connected by `agent`;
-does not use the packages that talk to the driver or to the kubelet.
+does not use the other adapters, such as `gpu`, `kubelet` and `web`.
 """

@@ -254,7 +254,7 @@ def _requests(spec: _Spec) -> tuple[tuple[str, int], ...] | None:
     """Return the amounts that kube-scheduler counts for the pod, in thousandths of each resource's
     unit, and one of the resource ``pods``. Each resource by itself: the sum of sidecars and main
     containers, or the most that an init container and the sidecars before it need, if that is
-    larger. None where the amounts cannot be told.
+    larger; and the pod's overhead. None where the amounts cannot be told.
     """
     if spec.resources is not None:
         return None  # amounts of the whole pod replace those of its containers

@@ -4,8 +4,8 @@ The names of the labels that were written are in an annotation of the Node. So l
 configuration, or of a setting that was switched off, are removed, also after a restart, and labels
 of others never are.
 
-GFD is recognised by a label that only it writes, and because it keeps writing its own values over
-those of the agent. Then the agent gives its labels up: they are GFD's from that moment on.
+GFD is recognised by a label that only it writes, or by another client that keeps changing the
+agent's values. Then the agent gives its labels up: they are GFD's from that moment on.
 
 Called for each desired state of `node_publisher`.
 """

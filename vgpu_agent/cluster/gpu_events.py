@@ -222,7 +222,7 @@ class GpuEvents:
             (problem.kind.value, problem.subject, re.sub(r"\d+", "", problem.text)): problem
             for problem in self._facts.problems()
             if problem.kind not in _NO_PROBLEM_EVENT
-            # reported as `LIBRARY_MISSING` already
+            # reported as `LIBRARY_MISSING`
             and not any(why in problem.text for why in libraries)
         }
         for key in self._problems.keys() - present.keys():
@@ -335,7 +335,9 @@ def _gpus(devices: Sequence[DeadDevice]) -> str:
 
 
 def _joined(names: list[str]) -> str:
-    """Join the names of devices; without the UUIDs if there are more than `_NAMED_IN_FULL`."""
+    """Join the names of devices. If there are more than `_NAMED_IN_FULL`, each name ends before its
+    bracket, so GPUs are without their UUIDs.
+    """
     if len(names) <= _NAMED_IN_FULL:
         return " and ".join(names)
     # a GPU's name is "GPU 0 (GPU-…)"

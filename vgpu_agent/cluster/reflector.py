@@ -117,8 +117,8 @@ class Scope(msgspec.Struct, frozen=True):
 
     @classmethod
     def single(cls, what: str, path: str, name: str) -> Scope:
-        """Return the scope of the one object ``name`` of the collection at ``path``, which need not
-        exist.
+        """Return the scope of the one object ``name``, which need not exist, of the collection at
+        ``path``.
         """
         return cls(what, path, f"metadata.name={name}", name)
 

@@ -36,7 +36,8 @@ def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list
     """List the paths whose values differ: those that take effect at once, and those that need a
     restart; in the schema's order.
 
-    A list whose length changed is one path; otherwise each differing value in it is one.
+    A list is one path, except a list of sections whose length is the same: each of its differing
+    values is one.
     """
     changed = list(_differing(old, new, ""))
     at_once = [path for path in changed if takes_effect_at_once(path)]

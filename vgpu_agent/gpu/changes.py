@@ -39,7 +39,7 @@ def record(journal: Journal, old: Inventory, new: Inventory) -> None:
 
 
 def count(history: GpuHistory, old: Inventory, new: Inventory) -> None:
-    """Add to ``history`` each change of a GPU's state, and how long each recovery has taken."""
+    """Add to ``history`` each change of a GPU's state, and the seconds that each recovery took."""
     for gpu in new.gpus:
         before = old.gpu(gpu.uuid)
         was, now = _state(before), _state(gpu)

@@ -384,7 +384,9 @@ class GpuHealth:
         return "; ".join(parts)
 
     def _remedy(self, worst: Cause) -> Remedy:
-        """Return the remedy: the driver's own demand before that of the worst cause."""
+        """Return the remedy; where the driver answers, its own demand counts before that of the
+        worst cause.
+        """
         if self._last_probe.trouble or self._hang is not None:
             return worst.remedy
         if self._last_probe.demand is not None:
@@ -419,8 +421,8 @@ class Healths:
 
     @property
     def recoveries(self) -> list[float]:
-        """List the monotonic times at which a good probe would bring a device back: of each device
-        of which nothing but time is missing.
+        """List the monotonic times at which a good probe would bring a device back, one for each
+        device that lacks nothing but time.
         """
         return [at for machine in self._all() if (at := machine.recovers_at) is not None]
 

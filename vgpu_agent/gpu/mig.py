@@ -117,7 +117,8 @@ def read(
         nvml: the open driver.
         handle: the GPU.
         memory_mib: of the whole GPU, for names of profiles.
-        minor: of the GPU; by it the driver lists the numbers of the device nodes of instances.
+        minor: of the GPU; by it the driver lists the numbers of the instances' device nodes in
+            /dev/nvidia-caps.
         capabilities: the driver's list of these numbers.
 
     Raises:

@@ -342,7 +342,9 @@ class Nvml:
     # ---- the use of a card
 
     def utilisation_percent(self, handle: Handle) -> int | None:
-        """Return the part of the driver's last sample of time in which at least one kernel ran."""
+        """Return the percentage of the driver's last sample period in which at least one kernel
+        ran.
+        """
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return None if rates is None else int(rates.gpu)
 

@@ -1,12 +1,12 @@
 """The choice of the moment to reopen the driver, the only way to see cards that came or went.
 
 Opening takes the driver seconds on some nodes, so it is not done at every poll but for a reason:
-cards do not answer, answer again, the kernel module drives different cards, or the driver
-failed as a whole. A reason that stays is tried again after pauses that double, up to
-`_LONGEST_PAUSE_POLLS` polls. After an opening with which not even the cards could be counted,
-`watch` reports no reading: the pause stays as it is, and the next poll tries again.
+cards do not answer, or answer again, the kernel module drives different cards than before, or the
+driver failed as a whole. A reason that stays is tried again after pauses that double, up to
+`_LONGEST_PAUSE_POLLS` polls. After an opening with which not even the cards could be counted, there
+is no reading: the pause stays as it is, and the next poll tries again.
 
-Called by `watch` after each other reading.
+Called by `watch` after each reading.
 """
 
 from __future__ import annotations

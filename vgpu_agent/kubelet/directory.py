@@ -179,7 +179,8 @@ class DirectoryWatch:
             return
         else:
             return
-        # again when an error or the remedy is new
+        # `tuple(facts)` has only the names: logged again when the error or the remedy appears or
+        # goes, and not when its text changes
         if self._changes.is_new("kubelet", tuple(facts)):
             self._journal.record("kubelet.waiting", level="warning", **facts)
 

@@ -34,8 +34,8 @@ _MAX_AT_ONCE = b"{1,1000}"
 
 class SeenNumbers:
     """The ids of a resource that the kubelet has. Numbered ids (`NumberedIds`) differ in their
-    numbers only, with one block of them for each device. Each has one byte here, 1 if the kubelet
-    has it.
+    numbers only, with one block of them for each device. Each id has one byte here, 1 if the
+    kubelet has it.
 
     Attributes:
         unknown: the kubelet's other ids, at most a thousand of them.
@@ -242,8 +242,8 @@ class _Entries:
     def _pass_known(
         self, message: bytes, position: int, found: list[tuple[str, Sequence[str]]]
     ) -> int:
-        """Return the position after the entries of known kinds, and add the wanted ones to
-        ``found``.
+        """Return the position after the entries that readers have read, and after those of known
+        kinds; add the wanted ones of the latter to ``found``.
         """
         for read in self._readers:
             position = read(message, position)

@@ -170,8 +170,8 @@ class PodResources:
         self._no_lists = ""
 
     def forbid_lists(self, why: str) -> None:
-        """Let each `list` fail with the reason ``why``, until `allow_lists`. During a
-        hand-over, List would make the kubelet forget the ids of waiting calls (kubelet §7).
+        """Let each `list` fail with the reason ``why``, until `allow_lists`. During a hand-over, a
+        List could make the kubelet forget the ids of waiting calls (kubelet §7).
         """
         self._no_lists = why
 
@@ -309,7 +309,9 @@ class PodResources:
         return KubeletError(f"pod-resources: {err}")
 
     def _explained_get(self, err: CallError) -> KubeletError | None:
-        """Return the error if only Get can have it; None otherwise."""
+        """Return the error if it means something else for Get than for other calls, None otherwise;
+        after a refusal, also stop Get for a while.
+        """
         if err.status == "UNIMPLEMENTED" or _GET_SWITCHED_OFF in err.text.lower():
             return GetNotPossibleError(
                 f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True

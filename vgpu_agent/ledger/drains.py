@@ -60,7 +60,7 @@ class Drains:
         families: Collection[str],
         offered: Callable[[], Collection[str]],
     ) -> None:
-        """Take note of a change of the grants and, if due, choose another GPU to drain.
+        """Take note of a change of the grants and, if due, choose which GPU to drain.
 
         Args:
             held: the grants that have shares, by number.

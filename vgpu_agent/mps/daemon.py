@@ -181,9 +181,8 @@ class Daemon:
             or await self._control_binary.is_there()
         ):
             return False
-        # a process of that daemon still lives
         if await asyncio.to_thread(processes.any_of, plan.pipe):
-            return False
+            return False  # a process of that daemon still lives
         await asyncio.to_thread(directories.clear, plan)
         try:
             here = self._dependencies.gpus()

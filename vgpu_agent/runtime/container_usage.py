@@ -64,7 +64,7 @@ class ContainerUsages:
         pause_seconds: float,
         proc_root: str = "/proc",
     ) -> None:
-        """Read the regions in ``directories``.
+        """Read nothing yet; `run` reads the regions in ``directories``.
 
         Args:
             pod_cache: the pods that live.

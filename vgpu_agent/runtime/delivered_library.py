@@ -1,5 +1,5 @@
 """The installation of an operator's library for mounts into containers,
-and of ``ld.so.preload``, by which every program there loads it.
+and beside it of ``ld.so.preload``, by which every program in a container loads it.
 
 A library is installed only when its backend recognises it (`libraries`): it exports the functions
 in which it limits a program, and reads the files that the agent writes. Any other file limits

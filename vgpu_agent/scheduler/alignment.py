@@ -77,8 +77,8 @@ class Alignment:
 
     def too_far(self, pod: Pod, demand: Demand, names: Iterable[str]) -> set[str]:
         """Return those of the named Nodes that a pod must not go to, because it would be too far
-        from its peers there. By the book, each of them has room for the pod, and the pod holds
-        nothing.
+        from its peers there. According to the book, each of them has room for the pod, and the pod
+        holds nothing.
         """
         return too_far(self._book, demand, names, self._peers(pod, demand))
 

@@ -122,7 +122,7 @@ class Bindings:
 
     def note_bound(self, pod: Pod, state: DesiredPod) -> None:
         """Learn from a bound pod, as the watch shows it, whether the API server takes labels from
-        Bindings, and write those that it lacks. ``state`` is what the pod was bound with.
+        Bindings, and write those that the pod lacks. ``state`` is what it was bound with.
         """
         labels = _texts(state.labels)
         missing = labels.keys() - pod.labels.keys()

@@ -111,7 +111,8 @@ class CardType(msgspec.Struct):
         memory_mib: of these cards.
         cores_percent: of these cards.
         slots: of these cards.
-        free_memory: the cards by free memory; buckets without cards are left out.
+        free_memory: the cards that can serve another container, by free memory; buckets without
+            cards are left out.
     """
 
     type: str
@@ -205,7 +206,7 @@ def capacity(views: Sequence[NodeView]) -> Generator[None, None, Capacity]:
 
 
 def _by_hardware(views: Sequence[NodeView]) -> list[list[State]]:
-    """Group by equal cards the states of all Nodes: their cards, and what is taken of each."""
+    """Group the states of all Nodes (cards, and what is taken of each) by equal cards."""
     found: dict[int, list[State]] = {}
     for view in views:
         if view.state is not None:

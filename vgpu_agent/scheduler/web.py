@@ -221,7 +221,7 @@ class _BadRequestError(Exception):
 
 
 class _Slices:
-    """A generator that runs in time slices, so that the event loop can run other tasks in between.
+    """Time slices in which a generator runs, so that the event loop can run other tasks in between.
 
     Attributes:
         seconds: computing time so far.

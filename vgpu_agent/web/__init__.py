@@ -1,1 +1,1 @@
-"""HTTP: metrics, probes, the overview page and debug JSON, by aiohttp and prometheus_client."""
+"""HTTP: metrics, probes, the overview page and debug JSON, with aiohttp and prometheus_client."""

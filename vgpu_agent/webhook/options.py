@@ -6,8 +6,8 @@ import msgspec
 
 from vgpu_agent.webhook.new_pod import Pinned
 
-# etcd takes a pod of at most 1.5 MiB. Its JSON in a review is larger than this only with very many
-# < > &, which take six bytes each there.
+# etcd takes a pod of at most 1.5 MiB. A review of it, in JSON, is larger than this limit only if
+# the pod has very many < > &, which take six bytes each there.
 MAX_BODY_BYTES = 8 * 1024 * 1024
 # Less than timeoutSeconds of the webhook configurations: the API server does not wait longer.
 BODY_SECONDS = 4.0

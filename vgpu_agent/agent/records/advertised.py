@@ -100,8 +100,8 @@ class ListedIds:
         self._kubelet_status = kubelet_status
         self._journal = journal
         self._histories: dict[str, _History] = {}
-        # the number of kubelet restarts seen (`restarts_seen`) when the kubelet did not report its
-        # list, for which it is not asked again before the next restart; None if it always did
+        # the number of kubelet restarts seen (`restarts_seen`) when a kubelet was met that cannot
+        # report its list: none is asked again before the next restart; None without such a kubelet
         self._silent_kubelet: int | None = None
 
     async def compare(self) -> bool:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import Pod, PodCache
 
-# Minimum age of a grant before its pod is sought by exclusion: the kubelet lists ids right after
-# Allocate, but the watch may show the pod later.
+# Minimum age of a grant before the end of its pod is inferred by exclusion: the kubelet lists ids
+# right after Allocate, but the watch may show the pod later.
 _LISTED_SECONDS = 1.0
 
 

@@ -58,8 +58,8 @@ _LONGEST_BURST_SECONDS = 10.0
 _BETWEEN_ENDS_SECONDS = 0.25
 _REST_AFTER_READING = 9  # pause in durations of the reading before it
 # The factor by which the pause grows while the kubelet still has the same ended pods. So the
-# reading that finds them gone comes later than the kubelet dropped them by at most a quarter of the
-# time that this took, plus the pause above.
+# reading that finds them gone is late by at most a quarter of the time that the kubelet took to
+# drop them, plus the pause above.
 _END_PAUSE_GROWTH = 1.25
 # How long a kubelet that has started may take until it has admitted, and lists, all its pods.
 _LISTS_ALL_SECONDS = 10.0
@@ -419,8 +419,8 @@ def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
 
 
 def _release_memory() -> None:
-    """Return the memory that a pass has used to the system: up to 8 MB on a node where each unit of
-    GPU memory has an id.
+    """Give back to the system the memory that a pass has used: up to 8 MB on a node where each unit
+    of GPU memory has an id.
     """
     release_memory()
     memory.release_free_pages()

@@ -101,7 +101,7 @@ class Answers:
 
     def judge(self, token: str, facts: StartFacts, gone: Callable[[str], bool]) -> Verdict:
         """Tell whether the container may start with the answer it has; ``gone`` tells whether the
-        pod with a UID has ended or does not exist.
+        pod with the given UID has ended or does not exist.
         """
         given, answers = self.given.get(token), facts.answers
         if answers and all(

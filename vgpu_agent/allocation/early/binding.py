@@ -95,7 +95,7 @@ class EarlyBinding:
 
     def note_counted_ids(self, resource: str, count: int) -> None:
         """Note that the kubelet has allocated ``count`` ids of a resource that exists only for
-        schedulers to count. This is a hint at the container of the next call.
+        schedulers to count. This hints at the container of the next call.
         """
         self._siblings.note_allocated(resource, count)
 
@@ -410,7 +410,8 @@ class EarlyBinding:
         ], exchanged
 
     def _book_pod_before_init(self, start: Start, names: Collection[str]) -> None:
-        """Book the shares of all later containers before an init container with ids of one starts.
+        """Book the shares of all later containers before an init container starts that has the same
+        ids as one of them.
 
         The init container's own share is not in the ledger: under the ids that it has in common
         with a later container, the ledger has the share of that one. But it uses no more of a card

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Siblings:
-    """The Allocate calls for counted resources of the same container, as hints at it. Such
-    resources are only there for schedulers to count: their ids are neither booked nor answered
+    """The Allocate calls for counted resources of the same container, which hint at that container.
+    Such resources are only there for schedulers to count: their ids are neither booked nor answered
     (`Decider.NOBODY`).
 
     The kubelet allocates a container's resources one after the other, in any order. A *decision* is

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# A MIG instance matches too, but nothing excludes it; so `EXPECTED` does not mention it.
+# The UUID of a MIG instance matches too, but excludes nothing; so `EXPECTED` does not mention it.
 PATTERN = r"\A([0-9]{1,4}((\.\.|-)[0-9]{1,4})?|(GPU|MIG)-[0-9A-Fa-f-]{36})\Z"
 EXPECTED = "indices (0), ranges (0-2 or 0..2) and UUIDs (GPU-…)"
 

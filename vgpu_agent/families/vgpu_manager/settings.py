@@ -221,7 +221,7 @@ def static_mig_strategy(settings: Settings, vgpu: VgpuManager) -> tuple[str, str
         settings: all settings, for those of the other families.
         vgpu: with the node configuration already applied to it.
     """
-    # the family that offers existing instances by that strategy, empty for none
+    # the family that offers existing instances, empty for none, and the strategy by which it does
     other, theirs = mig_family(settings), settings.plugin.mig_strategy
     strategy = vgpu.mig_strategy or ("none" if other else "mixed")
     if strategy == "none" or not other or theirs == "none":

@@ -209,6 +209,7 @@ SPEC = FamilySpec(
     exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,
     admission=_admission,
-    # its failed pods are evicted or created again although `binding.rescheduleFailed` is off
+    # whether its failed pods are evicted or created again although `binding.rescheduleFailed` is
+    # off
     reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )

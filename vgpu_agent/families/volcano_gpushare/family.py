@@ -7,10 +7,11 @@ counted. A *unit* is one of what a limit counts: an amount of memory, or a card.
 in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that
 no GPU scheduler has placed.
 
-The number of a card is its index in NVML from when all cards answered. A card that is lost keeps
-its number as long as this agent runs, so ids and annotations of running pods keep their meaning;
-after a restart of the agent NVML's numbers of that moment count, for the scheduler as well. The
-ledger has the shares of running containers by UUID, so a new numbering never changes them.
+The number of a card is the index that NVML gave it when all cards answered. A card that is lost
+keeps its number as long as this agent runs, so ids and annotations of running pods keep their
+meaning; after a restart of the agent NVML's numbers of that moment count, for the scheduler as
+well. The ledger has the shares of running containers by UUID, so a new numbering never changes
+them.
 """
 
 from __future__ import annotations
@@ -198,9 +199,9 @@ class VolcanoGpushareFamily:
         )
 
     def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """Return container → the UUIDs of its cards that ``volcano.sh/gpu-index`` names and that
-        are not in MIG mode: they are claimed for the pod. Empty where the pod needs more than the
-        node has.
+        """Return container → the UUIDs of its cards, which ``volcano.sh/gpu-index`` names: they are
+        claimed for the pod. A container with a card in MIG mode is left out. Empty where the pod
+        needs more than the node has.
         """
         text, name = pod.annotations.get(GPU_INDEX), self._resource_name
         if text is None or not 0 < (needed := units(pod, name)) <= self._most_units(inventory):
@@ -249,9 +250,9 @@ class VolcanoGpushareFamily:
             return None
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Return the variable with the container's cards, ``VOLCANO_GPU_ALLOCATED`` and
-        ``VOLCANO_GPU_MEMORY_TOTAL``, and, with the list strategy ``envvar``, nothing else
-        (volcano-gpushare S3, S4, S5).
+        """Return the edits. With the list strategy ``envvar`` they are three variables and nothing
+        else: ``NVIDIA_VISIBLE_DEVICES`` with the container's cards, ``VOLCANO_GPU_ALLOCATED`` and
+        ``VOLCANO_GPU_MEMORY_TOTAL`` (volcano-gpushare S3, S4, S5).
 
         ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs
         divide ``VOLCANO_GPU_ALLOCATED`` by it to learn which part of the card is theirs.

@@ -293,7 +293,7 @@ def _memory_ids(gpus: Sequence[Gpu], offer: Offer) -> NumberedIds:
 
 
 def _ids(gpus: Sequence[Gpu], infix: str, count: Callable[[Gpu], int]) -> NumberedIds:
-    """Return ids ``<UUID><infix><n>``, ``count`` for each GPU, without NUMA nodes."""
+    """Return ids ``<UUID><infix><n>``, ``count(gpu)`` for each GPU, without NUMA nodes."""
     return NumberedIds(
         tuple(
             IdBlock(f"{gpu.uuid}{infix}", count(gpu), device=gpu.uuid)

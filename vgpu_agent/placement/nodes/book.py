@@ -80,7 +80,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """The answer of all Nodes together to a demand (not of the module `survey`).
+    """The answer of all Nodes together to a demand, by `Book.survey` (not by the module `survey`).
 
     Attributes:
         may_fit: a Node has room, or it would take too long to tell.
@@ -238,7 +238,8 @@ class Book:
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
-        # Node with cards → its state. `choose` looks up only this: that touches less memory.
+        # name of a Node with cards → its state. For most names `choose` looks up nothing else: that
+        # touches less memory.
         self._state_of: dict[str, State] = {}
         self._node_of: dict[str, str] = {}  # UID of a pod → its Node
         self._states: dict[Hardware, _States] = {}

@@ -24,8 +24,8 @@ class ContainerDemand(msgspec.Struct, frozen=True, cache_hash=True):
         kind: when it runs.
         card_count: the number of its cards, at least 1.
         cores_percent: compute; 0 for no limit.
-        memory_units: memory in the units in which pods of this Node ask for it
-            (`Hardware.memory_factor`); None for a percentage of the card's memory.
+        memory_units: memory in the Node's units of requests (`Hardware.memory_factor`); None for a
+            percentage of the card's memory.
         memory_percent: that percentage.
         alone: no other container may be on the card.
     """

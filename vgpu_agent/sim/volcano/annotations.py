@@ -153,7 +153,7 @@ def judge_handshake(value: str | None, now: float) -> tuple[bool, str | None]:
         now: unix seconds.
 
     Returns:
-        True if the scheduler uses the node's GPUs, and the new value that it writes, if any.
+        True if the scheduler uses the node's GPUs; and the new value that it writes, or None.
     """
     if value is None or "Deleted" in value:
         return False, None

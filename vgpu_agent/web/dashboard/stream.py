@@ -31,7 +31,7 @@ _logger = log.get(__name__)
 # The use of GPUs is measured every five seconds, and a lost GPU should be seen soon. A rendering
 # takes a few milliseconds.
 REFRESH_SECONDS = 2.0
-# After that long without a change a viewer gets an empty message. dashboard.js gives up a stream
+# After that long without a change a viewer gets an empty message. dashboard.js gives up on a stream
 # that is silent for twice as long.
 SILENCE_SECONDS = 15.0
 # Bytes that wait for a viewer in this process. A message mostly has less than 5 KiB.
