@@ -92,8 +92,28 @@ async def test_a_count_that_kubelet_was_sent_stands_on_the_node_at_once() -> Non
         await asyncio.sleep(60)
         assert world.patches == [{GPU: "3", VGPU: "0"}]
         world.send(**{VGPU: 40})
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1)
         assert world.allocatable == {GPU: "3", VGPU: "40"}
+
+
+async def test_a_count_goes_up_only_when_kubelet_has_had_time_for_the_list() -> None:
+    """A pod that is bound before the kubelet has the ids is failed for good. A count that goes
+    down meanwhile is written without it.
+    """
+    world = World()
+    async with running(world.writer.run(beat)):
+        await asyncio.sleep(5)
+        world.send(**{GPU: 3})
+        await asyncio.sleep(5)
+        world.send(**{GPU: 4})
+        await asyncio.sleep(0.2)
+        world.sent[VGPU] = SentCounts(40, 40, 30)
+        world.withdrawn.publish(1)
+        await asyncio.sleep(0.2)
+        assert world.allocatable == {GPU: "3", VGPU: "30"}
+        assert world.counted[-1] == 1, "no pod is bound by what is gone"
+        await asyncio.sleep(0.4)
+        assert world.allocatable == {GPU: "4", VGPU: "30"}
 
 
 async def test_what_kubelet_has_written_already_is_not_written_again() -> None:

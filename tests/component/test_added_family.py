@@ -110,11 +110,16 @@ async def test_a_gpu_of_an_added_family_is_kept_from_the_others_over_a_restart(
 
 
 async def test_the_kubelet_gives_ids_of_the_gpu_that_is_named(stage: VolcanoStage) -> None:
-    """It asks which ones the family prefers, and its records then say what is so."""
+    """It asks which ones the family prefers, and its records then say what is so. The family can
+    only prefer for a pod that the agent knows.
+    """
     await start(stage)
     await stage.offered(RESOURCE)
     for name, gpu in (("one", U1), ("two", U0), ("three", U1)):
+        stage.cluster.hold_admission = True
         place(stage, name, gpu)
+        await stage.watched(name)
+        await stage.cluster.admit_in_order([name])
         await stage.cluster.running(name)
     ledger = await stage.agent.get("/debug/ledger")
     assert [(grant["shares"][0]["device"], grant["ids"]) for grant in ledger["grants"]] == [

@@ -3,10 +3,10 @@
 The kubelet counts the healthy ids of each resource, and writes the counts into the Node every ten
 seconds (nodeStatusUpdateFrequency). Where several families share GPUs, the counts change whenever a
 GPU goes from one family to another. A scheduler with an old count assigns pods that the kubelet
-then fails. So the agent writes the new count when the kubelet has received the new list of ids
-(ListAndWatch), and the kubelet's next write changes nothing. A count that decreases is written
-before the kubelet gets the shorter list. Meanwhile the ids that the list will lose are only for
-pods that are already bound.
+then fails. So the agent writes the new count itself, and the kubelet's next write changes nothing.
+A count that increases is written once the kubelet has had time to process the new list of ids
+(ListAndWatch). A count that decreases is written before the kubelet gets the shorter list.
+Meanwhile the ids that the list will lose are only for pods that are already bound.
 
 The kubelet's own counts have priority. The agent writes each count once for each list, only over a
 count that the kubelet has written before, and only while the kubelet has as many ids as the list.
@@ -43,6 +43,10 @@ _POLL_SECONDS = 10.0  # the longest pause while no input changes
 # The wait for further changes: the lists of several resources change together, and the kubelet
 # processes each in milliseconds.
 _COALESCING_SECONDS = 0.1
+# The kubelet needs milliseconds for a new list, but on a busy machine it may be late. A count that
+# has increased is written no earlier than this after the list was sent: a pod that is bound by it
+# before the kubelet has the list is failed.
+_PROCESSING_SECONDS = 0.5
 # The rate limit of the writes: one in this interval, after a burst of several. A Node is a large
 # object that many components of the cluster watch. When a GPU goes to another family, there are a
 # few writes within seconds. Counts that decrease are written without waiting.
@@ -116,6 +120,8 @@ class AllocatableWriter:
         self._uid = ""  # of the Node that `_writes` are about
         # by resource
         self._writes: dict[str, _Write] = {}
+        # the number of healthy ids that the kubelet was sent last, and since when it is that number
+        self._lists_since: dict[str, tuple[int, float]] = {}
         self._backoffs: dict[str, Backoff] = {}
         # the loop time at which the next write would be due if there were no bursts
         self._next_at = float("-inf")
@@ -144,6 +150,7 @@ class AllocatableWriter:
         if node is None:
             return _POLL_SECONDS
         sent, withdrawn = self._sent(), self._withdrawn.value
+        self._note_lists(sent)
         if node.uid != self._uid:
             self._uid = node.uid
             self._writes.clear()
@@ -156,25 +163,56 @@ class AllocatableWriter:
             if self._is_due(node, resource, counts)
         }
         self.counts.pending = len(due)
+        # not yet written: the counts that increase, while the kubelet may not have the list
+        processing = {
+            resource: seconds
+            for resource, counts in due.items()
+            if self._shown(node, resource) < counts.offered
+            and (seconds := self._processing_seconds_left(resource)) > 0
+        }
+        due = {resource: counts for resource, counts in due.items() if resource not in processing}
+        pause = min(processing.values(), default=_POLL_SECONDS)
         if not due:
             if not any(
                 _kubelet_has_other_list(node, resource, sent[resource]) for resource in sent
             ):
                 self._counted(withdrawn)
-            return _POLL_SECONDS
+            return pause
         burst_seconds = _WRITE_INTERVAL_SECONDS * (_BURST_WRITES - 1)
         wait = self._next_at - burst_seconds - asyncio.get_running_loop().time()
         if wait > 0 and not any(
-            counts.offered < (whole_number(node.allocatable[resource]) or 0)
-            for resource, counts in due.items()
+            self._shown(node, resource) > counts.offered for resource, counts in due.items()
         ):
-            return wait
+            return min(wait, pause)
         waits = {resource: self._backoff(resource).seconds_left for resource in due}
         if ready := {resource: counts for resource, counts in due.items() if not waits[resource]}:
             if await self._write(ready) and len(ready) == len(due):
                 self._counted(withdrawn)
             return _WRITE_INTERVAL_SECONDS
-        return min(*waits.values(), _POLL_SECONDS)
+        return min(*waits.values(), pause)
+
+    def _note_lists(self, sent: Mapping[str, SentCounts]) -> None:
+        """Note since when the kubelet has had so many healthy ids of each resource."""
+        now = asyncio.get_running_loop().time()
+        known, self._lists_since = self._lists_since, {}
+        for resource, counts in sent.items():
+            healthy, since = known.get(resource, (counts.healthy, now))
+            self._lists_since[resource] = (
+                counts.healthy,
+                since if healthy == counts.healthy else now,
+            )
+
+    def _processing_seconds_left(self, resource: str) -> float:
+        """The seconds until the kubelet can be taken to have the list that it was sent last."""
+        _, since = self._lists_since[resource]
+        return since + _PROCESSING_SECONDS - asyncio.get_running_loop().time()
+
+    def _shown(self, node: Node, resource: str) -> int:
+        """The count that schedulers see: the Node's, or ours that the watch is yet to show."""
+        last = self._writes.get(resource)
+        if last is not None and not last.shown:
+            return last.count
+        return whole_number(node.allocatable[resource]) or 0
 
     def _is_due(self, node: Node, resource: str, sent: SentCounts) -> bool:
         """Tell whether the count of ``resource`` must be written now."""
