@@ -55,8 +55,9 @@ def words(part: str) -> str:
 @contextlib.asynccontextmanager
 async def ill_gpu(stage: VolcanoStage, number: int) -> AsyncIterator[None]:
     """GPU ``number`` reports XID 79, and the driver asks for a reset. At the end it is healthy."""
-    stage.gpus.xid(number, 79)
+    # in this order: a driver that asks for nothing after the XID has the GPU healthy again
     stage.gpus.recovery_action(number, "reset")
+    stage.gpus.xid(number, 79)
     try:
         yield
     finally:

@@ -61,7 +61,6 @@ QUICK_CONSTANTS = {
     constants.API_BACKOFF_MIN: 0.1,
     constants.API_BACKOFF_MAX: 0.5,
     constants.API_REQUEST_TIMEOUT: 10,
-    constants.API_START_WAIT: 1,
     constants.HANDSHAKE: 0.2,
     constants.POD_WAIT: 0.5,
     constants.REFUSED_EVENT: 1,

@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_SECONDS, eventually
 from tests.web.conftest import MAX_BODY_BYTES, Snapshot, a_grant
 from vgpu_agent.model import GpuUsage
 from vgpu_agent.status import AgentStatus
-from vgpu_agent.web import connections
+from vgpu_agent.web import connections, server
 from vgpu_agent.web.dashboard import stream
 from vgpu_agent.web.server import WebServer
 
@@ -206,9 +206,42 @@ async def test_a_stream_lasts_longer_than_a_request_may_take(
         assert await viewer.changes() == {"set": {"g0w": "66 °C · 250 W"}}
 
 
+def read_ledger(source: Snapshot, verified_at: float) -> None:
+    """The kubelet's records were last read then; 0 for never."""
+    ledger = msgspec.structs.replace(source.current.ledger, verified_at=verified_at)
+    source.current = msgspec.structs.replace(source.current, ledger=ledger)
+
+
+async def test_a_stream_begins_when_the_ledger_has_been_read(
+    web: WebServer, source: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page from before a restart would lose its pods, and with them the focus. A node whose
+    records cannot be read is shown all the same.
+    """
+    monkeypatch.setattr(server, "_LOOK_SECONDS", 0.01)
+    read_ledger(source, 0)
+    begun = asyncio.Event()
+
+    async def view() -> None:
+        async with viewing(web.public_address):
+            begun.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(view())
+        await asyncio.sleep(0.2)
+        assert not begun.is_set()
+        read_ledger(source, 1)
+        await eventually(begun.is_set)
+        begun.clear()
+        read_ledger(source, 0)
+        monkeypatch.setattr(server, "_FIRST_READING_SECONDS", 0)
+        group.create_task(view())
+        await eventually(begun.is_set)
+
+
 async def test_a_stop_ends_streams_at_once(source: Snapshot) -> None:
     """The kubelet kills a pod that waits for open browsers."""
-    server = WebServer(
+    stopped = WebServer(
         source.status,
         listen="127.0.0.1:0",
         debug_listen="127.0.0.1:0",
@@ -216,10 +249,10 @@ async def test_a_stop_ends_streams_at_once(source: Snapshot) -> None:
         request_timeout_seconds=PATIENCE_SECONDS,
         shutdown_seconds=PATIENCE_SECONDS,
     )
-    await server.start()
-    async with viewing(server.public_address) as viewer:
+    await stopped.start()
+    async with viewing(stopped.public_address) as viewer:
         began = time.monotonic()
-        await server.stop()
+        await stopped.stop()
         assert time.monotonic() - began < PATIENCE_SECONDS / 2
         assert await viewer.event() == {}
 
@@ -261,13 +294,13 @@ async def test_names_of_pods_are_on_the_debug_address_only_where_that_is_set(
             request_timeout_seconds=PATIENCE_SECONDS,
             shutdown_seconds=1,
             pod_names_everywhere=False,
-        ) as server,
+        ) as served,
         aiohttp.ClientSession(headers=HTML) as session,
     ):
-        async with session.get(f"http://{server.public_address}{path}") as answer:
+        async with session.get(f"http://{served.public_address}{path}") as answer:
             assert answer.status in (403, 404)
             assert "train-0" not in await answer.text()
-        async with session.get(f"http://{server.debug_address}{path}") as answer:
+        async with session.get(f"http://{served.debug_address}{path}") as answer:
             assert answer.status == 200
 
 

@@ -13,11 +13,14 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import signal
+import socket
 import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.errors import SimulationError
@@ -25,10 +28,12 @@ from vgpu_agent.sim import with_constants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
 _POLL_SECONDS = 0.01
 _HTTP_SECONDS = 10.0
+_LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 12_000  # above what the programs of a node listen on
+_FEWEST_PORTS = 10_000  # to choose from
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)
 # our own child is behind no proxy
@@ -227,8 +232,8 @@ class AgentProcess(CommandProcess):
         kubelet: Path,
         simulate: Path | None,
         config: Path | None = None,
-        listen: str = "127.0.0.1:0",
-        debug_listen: str = "127.0.0.1:0",
+        listen: str = "",
+        debug_listen: str = "",
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         through: Sequence[str] = (),
@@ -244,8 +249,8 @@ class AgentProcess(CommandProcess):
             kubelet: the kubelet's root directory.
             simulate: directory of the simulated GPUs; None for the GPUs of this machine.
             config: its configuration file; None for none.
-            listen: the value of the flag ``--listen``.
-            debug_listen: the value of the flag ``--debug-listen``.
+            listen: the value of the flag ``--listen``; a free port of 127.0.0.1 by default.
+            debug_listen: the same for ``--debug-listen``.
             flags: more flags of ``run``.
             environment: its variables in addition to ours.
             through: a command that executes the one after it in its own place (exec), such as
@@ -267,7 +272,9 @@ class AgentProcess(CommandProcess):
             opener=opener,
         )
         self.debug_address = ""
-        self._listen, self._debug_listen = listen, debug_listen
+        # Both addresses stay the same over a restart, as they do for a DaemonSet.
+        self._listen = listen or f"127.0.0.1:{_free_port()}"
+        self._debug_listen = debug_listen or f"127.0.0.1:{_free_port()}"
         self._flags = ["--kubelet-dir", str(kubelet), "--log-format", "json", *flags]
         if simulate is not None:
             self._flags += ["--simulate", str(simulate)]
@@ -275,13 +282,7 @@ class AgentProcess(CommandProcess):
             self._flags += ["--config", str(config)]
 
     def _arguments(self) -> list[str]:
-        # Both addresses stay the same over a restart, as they do for a DaemonSet.
-        listen = [
-            "--listen",
-            self.public_address or self._listen,
-            "--debug-listen",
-            self.debug_address or self._debug_listen,
-        ]
+        listen = ["--listen", self._listen, "--debug-listen", self._debug_listen]
         return ["run", *self._flags, *listen]
 
     async def start(self, *, timeout_seconds: float = 30.0) -> None:
@@ -349,6 +350,8 @@ class ExtenderProcess(CommandProcess):
         """
         super().__init__(log_path, name="extender")
         self._flags = ["--kubeconfig", str(kubeconfig), *flags]
+        # It stays the same over a restart, as kube-scheduler's configuration has it.
+        self._port = _free_port()
 
     @property
     def url(self) -> str:
@@ -358,9 +361,7 @@ class ExtenderProcess(CommandProcess):
         return f"http://{self.public_address}/scheduler"
 
     def _arguments(self) -> list[str]:
-        # The port stays the same over a restart, as kube-scheduler's configuration has it.
-        port = self.public_address.rpartition(":")[2] or "0"
-        return ["scheduler", *self._flags, "--server-bind-port", port]
+        return ["scheduler", *self._flags, "--server-bind-port", str(self._port)]
 
     async def start(self, *, timeout_seconds: float = 30.0) -> None:
         """Start the process and wait until it serves HTTP.
@@ -388,6 +389,20 @@ class ExtenderProcess(CommandProcess):
         if process.returncode != 0:
             raise SimulationError(f"vgpu-agent why {pod}: {output.decode(errors='replace')[:300]}")
         return json.loads(output)
+
+
+def _free_port() -> int:
+    """Return a TCP port that nobody listens on, below those that the kernel assigns to clients
+    (ip_local_port_range): one of them could be taken while a process that listens on it is
+    restarted.
+    """
+    first_of_clients = int(_LOCAL_PORTS.read_text().split()[0])
+    # some hosts let clients have nearly all ports
+    number = max(first_of_clients - _LOWEST_PORT, _FEWEST_PORTS)
+    while True:
+        port = _LOWEST_PORT + secrets.randbelow(number)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def _end_with_parent() -> None:

@@ -66,6 +66,8 @@ _FILES = {
 _PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
 # the time limit of the request, which the handler of a stream lifts
 _TIME_LIMIT = web.RequestKey("time_limit", asyncio.Timeout)
+# For the first seconds after the start, how often a stream asks whether the ledger has been read.
+_FIRST_READING_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _LONGEST_ECHO = 120  # characters of a wrong path that an error repeats
 _MAX_CONNECTIONS, _MAX_DEBUG_CONNECTIONS = 256, 32
 # Requests over one connection: this many at once, then this many a second. A scraper that keeps its
@@ -145,6 +147,7 @@ class WebServer:
         )
         self._listening: list[tuple[web.AppRunner, Connections]] = []
         self._public_address = self._debug_address = Address("", 0)
+        self._started_at = 0.0  # on the event loop's clock
 
     @property
     def public_address(self) -> str:
@@ -170,6 +173,7 @@ class WebServer:
             ListenError: one of them cannot be listened on; the message names it, the cause and the
                 remedy. Nothing is left listening.
         """
+        self._started_at = asyncio.get_running_loop().time()
         try:
             # Debug first: the public 404 page names the debug port.
             self._debug_address = await self._serve(
@@ -343,12 +347,24 @@ class WebServer:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         request[_TIME_LIMIT].reschedule(None)  # it lasts as long as somebody looks
+        await self._until_ledger_is_read()
         return await stream.answer(
             request,
             self._dashboard,
             self._viewers,
             patience_seconds=self._request_timeout_seconds,  # for a viewer to read a message
         )
+
+    async def _until_ledger_is_read(self) -> None:
+        """Wait, soon after the start only, until the ledger has been compared with the kubelet's
+        records. Before that, no pod is known: a page that somebody has looked at since before a
+        restart would lose all its pods for a moment, and with them the focus.
+        """
+        until = self._started_at + _FIRST_READING_SECONDS
+        while not (self._status().ledger.verified_at or self._viewers.stopping):
+            if asyncio.get_running_loop().time() > until:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _elsewhere(self, _: web.Request) -> web.Response:
         return _error(
