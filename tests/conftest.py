@@ -34,6 +34,13 @@ hypothesis.settings.load_profile("vgpu-agent")
 # each step of the time.
 _IDLE_TURNS = 2
 
+# Where scripts/test collects tests of a kind; it looks for the others everywhere.
+_FOLDERS = {
+    "adversary": ("tests/adversary/",),
+    "cluster": ("tests/real_node/", "tests/monitoring/"),
+    "torture": ("tests/torture/",),
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """See ``scripts/test hardware``."""
@@ -48,12 +55,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Let virtual time move on soon after the loop has nothing left to do, and give tests of
     processes more time: what takes ten seconds on an idle machine may take a minute on a busy one.
     Tests that need a card are left out on a machine without one.
+
+    Raises:
+        pytest.UsageError: a test is of a kind that ``scripts/test`` collects in other folders only.
     """
     if not config.getoption("--real-driver"):
         needing_card = [item for item in items if item.get_closest_marker("hardware")]
         items[:] = [item for item in items if not item.get_closest_marker("hardware")]
         config.hook.pytest_deselected(items=needing_card)
     for item in items:
+        for kind, folders in _FOLDERS.items():
+            if item.get_closest_marker(kind) and not item.nodeid.startswith(folders):
+                raise pytest.UsageError(
+                    f"{item.nodeid} is marked as {kind}; scripts/test looks for these in "
+                    f"{', '.join(folders)} only"
+                )
         if item.get_closest_marker("looptime"):
             item.add_marker(pytest.mark.looptime(noop_cycles=_IDLE_TURNS))
         if item.get_closest_marker("component") and not item.get_closest_marker("timeout"):

@@ -92,7 +92,7 @@ async def test_a_count_that_kubelet_was_sent_stands_on_the_node_at_once() -> Non
         await asyncio.sleep(60)
         assert world.patches == [{GPU: "3", VGPU: "0"}]
         world.send(**{VGPU: 40})
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.3)
         assert world.allocatable == {GPU: "3", VGPU: "40"}
 
 
@@ -106,13 +106,12 @@ async def test_a_count_goes_up_only_when_kubelet_has_had_time_for_the_list() -> 
         world.send(**{GPU: 3})
         await asyncio.sleep(5)
         world.send(**{GPU: 4})
-        await asyncio.sleep(0.2)
         world.sent[VGPU] = SentCounts(40, 40, 30)
         world.withdrawn.publish(1)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.09)
         assert world.allocatable == {GPU: "3", VGPU: "30"}
         assert world.counted[-1] == 1, "no pod is bound by what is gone"
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.3)
         assert world.allocatable == {GPU: "4", VGPU: "30"}
 
 

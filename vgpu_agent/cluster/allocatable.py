@@ -43,10 +43,10 @@ _POLL_SECONDS = 10.0  # the longest pause while no input changes
 # The wait for further changes: the lists of several resources change together, and the kubelet
 # processes each in milliseconds.
 _COALESCING_SECONDS = 0.1
-# The kubelet needs milliseconds for a new list, but on a busy machine it may be late. A count that
-# has increased is written no earlier than this after the list was sent: a pod that is bound by it
-# before the kubelet has the list is failed.
-_PROCESSING_SECONDS = 0.5
+# A count that has increased is written no earlier than this after the list was sent, also when a
+# withdrawal is written meanwhile: a pod that is bound by it before the kubelet has the list is
+# failed. The kubelet needs milliseconds; and a family whose turn it is has a second for its pods.
+PROCESSING_SECONDS = 0.1
 # The rate limit of the writes: one in this interval, after a burst of several. A Node is a large
 # object that many components of the cluster watch. When a GPU goes to another family, there are a
 # few writes within seconds. Counts that decrease are written without waiting.
@@ -136,6 +136,7 @@ class AllocatableWriter:
             withdrawn = self._withdrawn.version
             pause = await self.write_once()
             await versions.passed(timeout_seconds=pause)  # until one of them has a newer version
+            self._note_lists(self._sent())
             # A withdrawal is written without delay, since schedulers bind pods by the old count.
             if self._withdrawn.version == withdrawn:
                 await asyncio.sleep(_COALESCING_SECONDS)
@@ -205,7 +206,7 @@ class AllocatableWriter:
     def _processing_seconds_left(self, resource: str) -> float:
         """The seconds until the kubelet can be taken to have the list that it was sent last."""
         _, since = self._lists_since[resource]
-        return since + _PROCESSING_SECONDS - asyncio.get_running_loop().time()
+        return since + PROCESSING_SECONDS - asyncio.get_running_loop().time()
 
     def _shown(self, node: Node, resource: str) -> int:
         """The count that schedulers see: the Node's, or ours that the watch is yet to show."""
