@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.bench.figures import Figure
+from tests.bench.figures import Figure, of_two_measurements
 
 
 @pytest.mark.component  # it starts a program
@@ -49,3 +49,32 @@ def test_a_limit_is_stretched_once() -> None:
     assert (
         Figure("a figure", 14.0, 10.0, "ms", "", scaled=True).on_slower_processor(2.0).limit == 10
     )
+
+
+@pytest.mark.parametrize(
+    ("unit", "values", "met"),
+    [
+        ("ms", (11.0, 9.0), True),
+        ("ms", (9.0, 11.0), True),
+        ("×", (11.0, 9.0), True),
+        ("ms", (11.0, 12.0), False),
+        ("MiB", (11.0, 9.0), False),
+        ("requests", (9.0, 11.0), False),
+    ],
+)
+def test_of_two_measurements_a_time_must_be_within_its_limit_in_one(
+    unit: str, values: tuple[float, float], met: bool
+) -> None:
+    """Other guests of a machine take time, but no memory, and they cause no wrong claim."""
+    first, second = (Figure("a figure", value, 10.0, unit, "so") for value in values)
+    (figure,) = of_two_measurements([first], [second])
+    assert figure.met == met
+    assert figure.value in values
+    (other,) = set(values) - {figure.value}
+    assert figure.how == f"so; in the other of two measurements {other:.3f}"
+
+
+def test_two_measurements_within_all_limits_are_the_first() -> None:
+    """Nothing is said about the second one then."""
+    first, second = (Figure("a figure", value, 10.0, "ms", "so") for value in (8.0, 9.0))
+    assert of_two_measurements([first], [second]) == [first]

@@ -2,8 +2,9 @@
 its own process, an independent kubelet stand-in, limits to be met.
 
 Run by ``scripts/bench``. Its last part runs beside a real kubelet, where there can be one. Each
-figure has a limit, and its way of measurement is stated beside it. The exit status is 1 when a
-limit is missed. The machine matters: compare figures of one run, and runs on one machine only.
+figure has a limit, and its way of measurement is stated beside it. A part with a figure beyond its
+limit is measured once more (`of_two_measurements`). The exit status is 1 when a limit is missed.
+The machine matters: compare figures of one run, and runs on one machine only.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.bench import (
     vgpu_manager,
     volcano,
 )
+from tests.bench.figures import Figure, of_two_measurements
 from tests.bench.processors import REFERENCE_SECONDS, seconds_for_additions
 from tests.real_node.rig.host import missing_requirement
 
@@ -89,8 +91,7 @@ def main() -> int:
     print(machine, file=sys.stderr)  # noqa: T201
     met, found = True, {}
     for part in [arguments.only] if arguments.only else PARTS:
-        title, measure = PARTS[part]
-        seconds = seconds_for_additions()
+        title, _ = PARTS[part]
         if (
             part in {REAL_NODE, SCHEDULER}
             and not arguments.only
@@ -98,18 +99,12 @@ def main() -> int:
         ):
             print(f"{title}: left out: {reason}", file=sys.stderr)  # noqa: T201 - what it is for
             continue
-        folder = Path(tempfile.mkdtemp(prefix="vgb", dir="/tmp"))  # a short path, for sockets
-        try:
-            figures = asyncio.run(measure(folder))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        seconds = max(seconds, seconds_for_additions())
-        slower = max(1.0, seconds / REFERENCE_SECONDS)
-        figures = [figure.on_slower_processor(slower) for figure in figures]
-        # also beside JSON, whose limits are the multiplied ones
-        print(  # noqa: T201
-            f"{part}: additions in {seconds:.2f} s, limits of times × {slower:.2f}", file=sys.stderr
-        )
+        figures = _measured(part)
+        if not all(figure.met for figure in figures):
+            missed = ", ".join(figure.name for figure in figures if not figure.met)
+            # what it is for
+            print(f"{part}: measuring again, because of: {missed}", file=sys.stderr)  # noqa: T201
+            figures = of_two_measurements(figures, _measured(part))
         met = met and all(figure.met for figure in figures)
         found[part] = [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]
         if not arguments.json:
@@ -125,6 +120,24 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))  # noqa: T201 - what it is for
     return 0 if met else 1
+
+
+def _measured(part: str) -> list[Figure]:
+    """Measure a part once; the limits are those for the speed of the processor meanwhile."""
+    _, measure = PARTS[part]
+    seconds = seconds_for_additions()
+    folder = Path(tempfile.mkdtemp(prefix="vgb", dir="/tmp"))  # a short path, for sockets
+    try:
+        figures = asyncio.run(measure(folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = max(seconds, seconds_for_additions())
+    slower = max(1.0, seconds / REFERENCE_SECONDS)
+    # also beside JSON, whose limits are the multiplied ones
+    print(  # noqa: T201
+        f"{part}: additions in {seconds:.2f} s, limits of times × {slower:.2f}", file=sys.stderr
+    )
+    return [figure.on_slower_processor(slower) for figure in figures]
 
 
 if __name__ == "__main__":

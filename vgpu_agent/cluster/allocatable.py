@@ -164,7 +164,7 @@ class AllocatableWriter:
             if self._is_due(node, resource, counts)
         }
         self.counts.pending = len(due)
-        # not yet written: the counts that increase, while the kubelet may not have the list
+        # the counts that increase wait while the kubelet may not have the list
         processing = {
             resource: seconds
             for resource, counts in due.items()
@@ -189,7 +189,7 @@ class AllocatableWriter:
         if ready := {resource: counts for resource, counts in due.items() if not waits[resource]}:
             if await self._write(ready) and len(ready) == len(due):
                 self._counted(withdrawn)
-            return _WRITE_INTERVAL_SECONDS
+            return min(_WRITE_INTERVAL_SECONDS, pause)
         return min(*waits.values(), pause)
 
     def _note_lists(self, sent: Mapping[str, SentCounts]) -> None:
