@@ -13,14 +13,13 @@ import contextlib
 import ctypes
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.errors import SimulationError
@@ -28,12 +27,10 @@ from vgpu_agent.sim import with_constants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
 _POLL_SECONDS = 0.01
 _HTTP_SECONDS = 10.0
-_LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST_PORT = 12_000  # above what the programs of a node listen on
-_FEWEST_PORTS = 10_000  # to choose from
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)
 # our own child is behind no proxy
@@ -273,8 +270,9 @@ class AgentProcess(CommandProcess):
         )
         self.debug_address = ""
         # Both addresses stay the same over a restart, as they do for a DaemonSet.
-        self._listen = listen or f"127.0.0.1:{_free_port()}"
-        self._debug_listen = debug_listen or f"127.0.0.1:{_free_port()}"
+        self._ports = _Port(), _Port()
+        self._listen = listen or f"127.0.0.1:{self._ports[0].number}"
+        self._debug_listen = debug_listen or f"127.0.0.1:{self._ports[1].number}"
         self._flags = ["--kubelet-dir", str(kubelet), "--log-format", "json", *flags]
         if simulate is not None:
             self._flags += ["--simulate", str(simulate)]
@@ -351,7 +349,7 @@ class ExtenderProcess(CommandProcess):
         super().__init__(log_path, name="extender")
         self._flags = ["--kubeconfig", str(kubeconfig), *flags]
         # It stays the same over a restart, as kube-scheduler's configuration has it.
-        self._port = _free_port()
+        self._port = _Port()
 
     @property
     def url(self) -> str:
@@ -361,7 +359,7 @@ class ExtenderProcess(CommandProcess):
         return f"http://{self.public_address}/scheduler"
 
     def _arguments(self) -> list[str]:
-        return ["scheduler", *self._flags, "--server-bind-port", str(self._port)]
+        return ["scheduler", *self._flags, "--server-bind-port", str(self._port.number)]
 
     async def start(self, *, timeout_seconds: float = 30.0) -> None:
         """Start the process and wait until it serves HTTP.
@@ -391,18 +389,20 @@ class ExtenderProcess(CommandProcess):
         return json.loads(output)
 
 
-def _free_port() -> int:
-    """Return a TCP port that nobody listens on, below those that the kernel assigns to clients
-    (ip_local_port_range): one of them could be taken while a process that listens on it is
-    restarted.
+class _Port:
+    """A TCP port that the kernel gives to nobody else for as long as this object exists: another
+    process could take it before the one that it is meant for listens, or while that is restarted.
+
+    A socket that is bound and does not listen keeps it. With SO_REUSEADDR, which is set only after
+    ``bind`` has found a free port, others that set it as well can listen there (socket(7)).
     """
-    first_of_clients = int(_LOCAL_PORTS.read_text().split()[0])
-    # some hosts let clients have nearly all ports
-    number = max(first_of_clients - _LOWEST_PORT, _FEWEST_PORTS)
-    while True:
-        port = _LOWEST_PORT + secrets.randbelow(number)
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
+
+    def __init__(self) -> None:
+        with socket.socket() as holder:
+            holder.bind(("", 0))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.number: int = holder.getsockname()[1]
+            weakref.finalize(self, os.close, holder.detach())
 
 
 def _end_with_parent() -> None:
