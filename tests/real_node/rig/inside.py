@@ -94,10 +94,13 @@ def main(name: str) -> None:
     for needed in ("serviceaccounts/default", "configmaps/kube-root-ca.crt"):
         step(needed, partial(api.exists, f"/api/v1/namespaces/default/{needed}"))
     reached("service account")
-    complete = layout.ready.with_suffix(".writing")
-    complete.write_text(json.dumps(timings))
-    complete.rename(layout.ready)
-    supervisor.run(starting=lambda: False)
+
+    def ready() -> None:
+        complete = layout.ready.with_suffix(".writing")
+        complete.write_text(json.dumps(timings))
+        complete.rename(layout.ready)
+
+    supervisor.run(starting=lambda: False, listening=ready)
 
 
 def _node_takes_pods(api: Api, name: str) -> bool:

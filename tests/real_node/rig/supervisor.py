@@ -111,9 +111,13 @@ class Supervisor:
         for name, code in self._ended.items():
             raise RigError(f"{name} ended with {code} during the start; see its log")
 
-    def run(self, *, starting: Callable[[], bool]) -> None:
-        """Reap and take orders until killed. Raises:
-        RigError when a component ends while ``starting``.
+    def run(
+        self, *, starting: Callable[[], bool], listening: Callable[[], None] = lambda: None
+    ) -> None:
+        """Reap and take orders until killed. ``listening`` is called once orders are taken.
+
+        Raises:
+            RigError: a component ends while ``starting``.
         """
         wake_read, wake_write = socket.socketpair()
         for end in (wake_read, wake_write):
@@ -128,6 +132,7 @@ class Supervisor:
             listener.listen()
             selector.register(wake_read, selectors.EVENT_READ)
             selector.register(listener, selectors.EVENT_READ)
+            listening()
             while True:
                 self.reap()  # at first: components that died before the wake-up was in place
                 if self._ended and starting():
