@@ -61,11 +61,11 @@ def of_two_measurements(first: Sequence[Figure], second: Sequence[Figure]) -> li
 
 
 def _of_two(first: Figure, second: Figure) -> Figure:
-    taken, other = first, second
-    if first.met != second.met and first.met != (first.unit in {*_OF_TIME, _RATIO}):
-        taken, other = second, first
     if first.met and second.met:
-        return taken
+        return first
+    beyond, within = sorted((first, second), key=lambda figure: figure.met)
+    is_time = first.unit in {*_OF_TIME, _RATIO}
+    taken, other = (within, beyond) if is_time else (beyond, within)
     return dataclasses.replace(
         taken, how=f"{taken.how}; in the other of two measurements {other.value:.3f}"
     )
