@@ -88,7 +88,7 @@ def main() -> int:
         f"processors; limits are for one that makes 5,000,000 additions in {REFERENCE_SECONDS} s"
     )
     # figures of another Python or machine are other figures
-    print(machine, file=sys.stderr)  # noqa: T201
+    _say(machine)
     met, found = True, {}
     for part in [arguments.only] if arguments.only else PARTS:
         title, _ = PARTS[part]
@@ -97,13 +97,12 @@ def main() -> int:
             and not arguments.only
             and (reason := missing_requirement())
         ):
-            print(f"{title}: left out: {reason}", file=sys.stderr)  # noqa: T201 - what it is for
+            _say(f"{title}: left out: {reason}")
             continue
         figures = _measured(part)
         if not all(figure.met for figure in figures):
             missed = ", ".join(figure.name for figure in figures if not figure.met)
-            # what it is for
-            print(f"{part}: measuring again, because of: {missed}", file=sys.stderr)  # noqa: T201
+            _say(f"{part}: measuring again, because of: {missed}")
             figures = of_two_measurements(figures, _measured(part))
         met = met and all(figure.met for figure in figures)
         found[part] = [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]
@@ -134,10 +133,13 @@ def _measured(part: str) -> list[Figure]:
     seconds = max(seconds, seconds_for_additions())
     slower = max(1.0, seconds / REFERENCE_SECONDS)
     # also beside JSON, whose limits are the multiplied ones
-    print(  # noqa: T201
-        f"{part}: additions in {seconds:.2f} s, limits of times × {slower:.2f}", file=sys.stderr
-    )
+    _say(f"{part}: additions in {seconds:.2f} s, limits of times × {slower:.2f}")
     return [figure.on_slower_processor(slower) for figure in figures]
+
+
+def _say(text: str) -> None:
+    """Tell the person who waits; the figures alone go to stdout."""
+    print(text, file=sys.stderr)  # noqa: T201 - what the program is for
 
 
 if __name__ == "__main__":

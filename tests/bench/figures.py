@@ -56,8 +56,7 @@ def of_two_measurements(first: Sequence[Figure], second: Sequence[Figure]) -> li
     guests of the machine can take any time. Anything else, such as memory, requests or wrong
     claims, must be within its limit in both.
     """
-    again = {figure.name: figure for figure in second}
-    return [_of_two(figure, again.get(figure.name, figure)) for figure in first]
+    return [_of_two(*figures) for figures in zip(first, second, strict=True)]
 
 
 def _of_two(first: Figure, second: Figure) -> Figure:

@@ -148,6 +148,7 @@ class WebServer:
         self._listening: list[tuple[web.AppRunner, Connections]] = []
         self._public_address = self._debug_address = Address("", 0)
         self._started_at = 0.0  # on the event loop's clock
+        self._ledger_was_read = False
 
     @property
     def public_address(self) -> str:
@@ -361,10 +362,18 @@ class WebServer:
         restart would lose all its pods for a moment, and with them the focus.
         """
         until = self._started_at + _FIRST_READING_SECONDS
-        while not (self._status().ledger.verified_at or self._viewers.stopping):
+        while not (self._is_ledger_read() or self._viewers.stopping):
             if asyncio.get_running_loop().time() > until:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
+
+    def _is_ledger_read(self) -> bool:
+        if not self._ledger_was_read:
+            # kept, because any client on the network may open streams
+            self._ledger_was_read = self._kept.answer(
+                "ledger", lambda: self._status().ledger.verified_at > 0
+            )
+        return self._ledger_was_read
 
     async def _elsewhere(self, _: web.Request) -> web.Response:
         return _error(
