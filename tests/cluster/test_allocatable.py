@@ -96,15 +96,18 @@ async def test_a_count_that_kubelet_was_sent_stands_on_the_node_at_once() -> Non
         assert world.allocatable == {GPU: "3", VGPU: "40"}
 
 
-async def test_a_count_goes_up_only_when_kubelet_has_had_time_for_the_list() -> None:
+@pytest.mark.parametrize("delay_seconds", [0.05, 3])
+async def test_a_count_goes_up_only_when_kubelet_has_had_time_for_the_list(
+    delay_seconds: float,
+) -> None:
     """A pod that is bound before the kubelet has the ids is failed for good. A count that goes
-    down meanwhile is written without it.
+    down meanwhile is written without it, whether or not the watch has shown the last write.
     """
-    world = World()
+    world = World(delay_seconds=delay_seconds)
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
         world.send(**{GPU: 3})
-        await asyncio.sleep(5)
+        await asyncio.sleep(1)
         world.send(**{GPU: 4})
         world.sent[VGPU] = SentCounts(40, 40, 30)
         world.withdrawn.publish(1)
@@ -336,8 +339,13 @@ async def test_a_resource_that_a_policy_refuses_does_not_hold_up_the_others() ->
         world.send(**{GPU: 3, VGPU: 0})
         await asyncio.sleep(1)
         assert world.allocatable == {GPU: "4", VGPU: "0"}
-        world.send(**{VGPU: 40})
+        world.send(**{VGPU: 30})
         await asyncio.sleep(2)
+        assert world.allocatable == {GPU: "4", VGPU: "30"}
+        world.send(**{VGPU: 40})
+        world.sent[GPU] = SentCounts(4, 4, 2)
+        world.withdrawn.publish(1)
+        await asyncio.sleep(0.5)
         assert world.allocatable == {GPU: "4", VGPU: "40"}
 
 

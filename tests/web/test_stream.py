@@ -233,6 +233,8 @@ async def test_a_stream_begins_when_the_ledger_has_been_read(
         await asyncio.sleep(0.1)
         read_ledger(source, 1)
     assert begins.result()
+    read_ledger(source, 0)
+    assert await _is_answered(web, 0.3), "it is asked until then only"
 
 
 async def test_a_stream_begins_soon_where_the_ledger_cannot_be_read(
@@ -268,9 +270,9 @@ async def test_streams_that_wait_for_the_ledger_cost_little(
     assert looks == 1
 
 
-async def test_a_stop_ends_streams_at_once(source: Snapshot) -> None:
-    """The kubelet kills a pod that waits for open browsers."""
-    stopped = WebServer(
+def _to_be_stopped(source: Snapshot) -> WebServer:
+    """A server that would wait long for its answers."""
+    return WebServer(
         source.status,
         listen="127.0.0.1:0",
         debug_listen="127.0.0.1:0",
@@ -278,12 +280,34 @@ async def test_a_stop_ends_streams_at_once(source: Snapshot) -> None:
         request_timeout_seconds=PATIENCE_SECONDS,
         shutdown_seconds=PATIENCE_SECONDS,
     )
+
+
+async def test_a_stop_ends_streams_at_once(source: Snapshot) -> None:
+    """The kubelet kills a pod that waits for open browsers."""
+    stopped = _to_be_stopped(source)
     await stopped.start()
     async with viewing(stopped.public_address) as viewer:
         began = time.monotonic()
         await stopped.stop()
         assert time.monotonic() - began < PATIENCE_SECONDS / 2
         assert await viewer.event() == {}
+
+
+async def test_a_stop_ends_streams_that_wait_for_the_ledger(
+    source: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that is stopped soon after its start ends as quickly."""
+    monkeypatch.setattr(server, "_FIRST_READING_SECONDS", PATIENCE_SECONDS)
+    read_ledger(source, 0)
+    stopped = _to_be_stopped(source)
+    await stopped.start()
+    async with aiohttp.ClientSession() as session:
+        asked = asyncio.create_task(session.get(f"http://{stopped.public_address}/stream"))
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        await stopped.stop()
+        assert time.monotonic() - began < PATIENCE_SECONDS / 2
+        await (await asked).read()  # to its end
 
 
 async def test_only_the_pages_own_files_are_run(ask: Callable[..., Awaitable[Any]]) -> None:

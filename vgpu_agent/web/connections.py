@@ -257,7 +257,7 @@ class Viewers:
     @contextlib.contextmanager
     def one(self, host: str) -> Iterator[asyncio.Event]:
         """Count a viewer from the address ``host`` while the context is open. The event is set when
-        its stream has to end.
+        its stream has to end, from the start on while the server stops.
         """
         if len(self._open) >= MAX_VIEWERS:
             busiest, held = _busiest(self._open.values())
@@ -268,6 +268,8 @@ class Viewers:
             del self._open[oldest]
             oldest.set()
         end = asyncio.Event()
+        if self.stopping:  # the request came before the stop
+            end.set()
         self._open[end] = host
         try:
             yield end
