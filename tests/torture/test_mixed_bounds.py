@@ -1,4 +1,4 @@
-"""The bounds of a mixed day hold: no pod is lost to a race, no family starves,
+"""The bounds of a mixed day hold: few pods are lost to races, no family starves,
 and the kubelet receives little about it.
 
 The days are those of three families of `tests.torture.test_mixed_days`, and so are the variables
@@ -24,7 +24,7 @@ def _check(problems: list[str], figures: Figures) -> None:
 
 @pytest.mark.torture
 def test_the_bounds_hold_on_a_quiet_mixed_day() -> None:
-    """The short run, with the unit tests."""
+    """The short run, which is too short for what is bounded of a thousand pods."""
     figures, _ = days(1, first_seed=0, faults=QUIET, on_all_cores=False, families=FAMILIES)
     _check([*figures.violations(), *figures.starvation()], figures)
 

@@ -1,11 +1,10 @@
 """Torture of mixed nodes: GPUs that several families share out, one family that floods, and
 schedulers that see the node late.
 
-No container ever gets a wrong share, no GPU ever serves two families, and every pod ends. The short
-ones run with the unit tests, the long ones with ``scripts/test torture``;
-``TORTURE_MIXED_PODS=100000`` makes those as long as a release needs. ``TORTURE_SEED=<n>`` plays
-that one day. Each prints its figures beside the bounds of `tests.torture.mixed.bounds`, to which
-`tests.torture.test_mixed_bounds` holds the days of three families.
+No container ever gets a wrong share, no GPU ever serves two families, and every pod ends.
+``TORTURE_MIXED_PODS=100000`` makes the long runs as long as a release needs. ``TORTURE_SEED=<n>``
+plays that one day. Each prints its figures beside the bounds of `tests.torture.mixed.bounds`, to
+which `tests.torture.test_mixed_bounds` holds the days of three families.
 
 On the days of five families, pods of three of them have shares by their schedulers' claims, and
 four schedulers know nothing of each other. They are half as many.

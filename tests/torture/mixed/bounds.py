@@ -6,6 +6,12 @@ Used by `judge` and by `tests.torture.test_mixed_days`.
 
 from __future__ import annotations
 
+PODS_OF_A_RATE = 2000
+"""How many pods must come before what is bounded of a thousand pods is judged.
+
+A single race fails up to four pods, and a single day has 400: one of two races on it says nothing.
+"""
+
 IDLE_SECONDS = 5.0
 """How long a GPU may have no holder and no claimant while a pod that it could serve waits."""
 

@@ -181,9 +181,12 @@ class Figures:
         return 1000 * sum(self.failed.values()) / max(1, self.pods)
 
     def violations(self) -> list[str]:
-        """The bounds of a node on which nothing fails that do not hold, as sentences."""
+        """The bounds of a node on which nothing fails that do not hold, as sentences.
+
+        Those of a thousand pods are judged once `bounds.PODS_OF_A_RATE` have come.
+        """
         idle, late = _some(self.idle), _some(self.refused_although_free)
-        checks = (
+        rates = (
             (
                 self.failed_of_a_thousand,
                 bounds.FAILED_OF_A_THOUSAND,
@@ -194,6 +197,9 @@ class Figures:
                 bounds.IDLE_OF_A_THOUSAND,
                 f"of a thousand pods waited beside an idle GPU: {idle}",
             ),
+        )
+        checks = (
+            *(rates if self.pods >= bounds.PODS_OF_A_RATE else ()),
             (len(self.refused_although_free), 0, f"pods were refused beside a free GPU: {late}"),
             (
                 percentile(self.handovers, 0.99),

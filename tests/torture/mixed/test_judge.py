@@ -5,13 +5,14 @@ an idle GPU, and a wait without end.
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable
 
 from tests.torture.api_model import LivePod
 from tests.torture.dialects import CONTROL
 from tests.torture.mixed import bounds
 from tests.torture.mixed.day import TROUBLED, play
-from tests.torture.mixed.judge import MixedJudge, Seen, Waits
+from tests.torture.mixed.judge import Figures, MixedJudge, Seen, Waits
 from tests.torture.mixed.plan import (
     ALL_FAMILIES,
     AWS,
@@ -148,7 +149,15 @@ def test_a_pod_that_waits_beside_an_idle_gpu_is_noted_after_five_seconds() -> No
     for second in range(10, 20):
         waits.look(Seen(free, frozenset(), waiting, (), True), float(second))
     assert waits.figures.idle == {"n": 9.0}
-    assert any("idle GPU" in each for each in waits.figures.violations())
+
+
+def test_what_is_bounded_of_a_thousand_pods_is_judged_once_enough_have_come() -> None:
+    """A race fails several pods at once, so one race on a short day would be above the bound."""
+    for pods, judged in ((bounds.PODS_OF_A_RATE - 1, False), (bounds.PODS_OF_A_RATE, True)):
+        failed = Figures(pods=pods, failed=collections.Counter({"refused by Allocate": pods}))
+        idle = Figures(pods=pods, idle={str(number): 9.0 for number in range(pods)})
+        for figures, what in ((failed, "failed of a thousand"), (idle, "idle GPU")):
+            assert any(what in each for each in figures.violations()) == judged
 
 
 def test_a_wait_is_counted_in_ends_of_other_families_on_the_gpu_that_was_named() -> None:
