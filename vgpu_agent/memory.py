@@ -13,7 +13,8 @@ the limit is 72 MiB):
 The agent calls `limit_heaps` once, before the first thread starts, `freeze_objects` a moment after
 its start, and `release_free_pages` after each regular pass over the kubelet's records. The
 scheduler extender calls `freeze_objects` once it has read all Nodes and pods: with 10,000 pods each
-full collection takes 30 to 40 ms, in which it answers no call of kube-scheduler.
+full collection takes 30 to 40 ms, in which it answers no call of kube-scheduler. The webhook calls
+it before it serves. Until then all commands have the thresholds that `cli.main` has set.
 """
 
 from __future__ import annotations

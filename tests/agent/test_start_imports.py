@@ -44,3 +44,26 @@ def test_a_registration_waits_for_nothing_that_speaks_http() -> None:
     modules = set(json.loads(found.stdout))
     assert [name for name in _LATER if name in modules] == []
     assert "vgpu_agent.kubelet.server" in modules
+
+
+def test_the_garbage_collector_leaves_the_imports_alone() -> None:
+    """It took a tenth of a start. Counted in collections, so that it holds on any machine."""
+    program = """
+import contextlib, gc
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+from vgpu_agent.cli.main import main
+before = len(collections)
+with contextlib.suppress(SystemExit):
+    main(["run", "--help"])
+from vgpu_agent.agent import composition
+print(len(collections) - before)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert int(found.stdout.splitlines()[-1]) < 10  # two for each; hundreds with the defaults

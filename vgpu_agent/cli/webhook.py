@@ -246,9 +246,11 @@ def _run(arguments: argparse.Namespace) -> int:
     # The imports take 200 ms, and a wrong flag is reported before them.
     from vgpu_agent.cluster.credentials import credentials  # noqa: PLC0415
     from vgpu_agent.config.settings import Settings  # noqa: PLC0415
+    from vgpu_agent.memory import freeze_objects  # noqa: PLC0415
     from vgpu_agent.webhook import service  # noqa: PLC0415
 
     found = credentials(Settings(kubeconfig=arguments.kubeconfig))
+    freeze_objects()  # excludes what was imported from garbage collection
     asyncio.run(service.run(options, family, found))
     return 0
 
