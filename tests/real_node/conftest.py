@@ -1,13 +1,18 @@
 """Real Kubernetes clusters as fixtures:
 started when first asked for, ended with the test run however that ends.
 
-`rig`, `numa_rig`, `volcano_rig` and `extender_rig` live for the whole session, since a start takes
-seconds; after every test that used one, its pods are removed and whatever was stopped is started
-again. A test that needs another kind, or wants to break one for good, takes `start_rig`.
+`rig`, `numa_rig`, `volcano_rig`, `extender_rig` and `control_plane` serve many tests, since a start
+takes seconds; after every test that used a node, its pods are removed and whatever was stopped is
+started again. A test that needs another kind, or wants to break one for good, takes `start_rig`.
+
+An idle cluster takes a tenth of a processor, and each of the processes that share the tests had up
+to five. So files that use the same clusters follow each other, and a cluster is stopped before the
+first file that does not use it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,17 +30,27 @@ _HERE = Path(__file__).resolve().parent
 _INSIST = "REQUIRE_CLUSTER"
 _TIMEOUT_SECONDS = 300
 _LONGEST = ("test_mixed_day", "test_handover")
-_SESSION_RIGS = ("rig", "numa_rig", "volcano_rig", "extender_rig")
+_SESSION_RIGS = {
+    "rig": Options(),
+    "numa_rig": Options(numa_nodes=2, topology_manager_policy="single-numa-node"),
+    "volcano_rig": Options(),
+    "extender_rig": Options(),
+    "control_plane": Options(nodes=0),
+}
 _unavailable = pytest.StashKey[str]()
 _started = pytest.StashKey[list[Rig]]()
+_session_rigs = pytest.StashKey[dict[str, Rig]]()
+_used_by_file = pytest.StashKey[dict[Path, set[str]]]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything below this folder is a cluster test, and may take its time. The longest files come
-    first, so that no process is left with one at the end.
+    first, so that no process is left with one at the end; then files with the same clusters follow
+    each other.
     """
-    items.sort(key=lambda item: item.path.stem not in _LONGEST)
+    used = _used_rigs(items)
+    items.sort(key=lambda item: (item.path.stem not in _LONGEST, sorted(used[item.path])))
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("cluster")
@@ -43,10 +58,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(_TIMEOUT_SECONDS))
 
 
+def _used_rigs(items: list[pytest.Item]) -> dict[Path, set[str]]:
+    """The session's clusters that the tests of each file use."""
+    used: dict[Path, set[str]] = {}
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        used.setdefault(item.path, set()).update(_SESSION_RIGS.keys() & set(names))
+    return used
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build what is not in the cache before the first test,
     so that no test's timeout has to allow for it.
     """
+    session.stash[_used_by_file] = _used_rigs(session.items)
     if session.config.option.collectonly or not any(
         _HERE in item.path.parents for item in session.items
     ):
@@ -62,6 +87,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             raise pytest.UsageError(f"the cluster tests cannot be prepared: {err}") from err
     if reason is not None:
         session.config.stash[_unavailable] = reason
+
+
+@pytest.hookimpl(tryfirst=True)  # before the test's fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Stop the clusters that the test's file does not use; start again those that the test uses."""
+    used = item.session.stash[_used_by_file][item.path]
+    for name, running in item.session.stash.get(_session_rigs, {}).items():
+        if name not in used:
+            running.stop()
+        elif name in getattr(item, "fixturenames", ()) and not running.is_running():
+            running.start_with_retry()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -103,43 +139,61 @@ def cluster_available(pytestconfig: pytest.Config) -> None:
     pytest.skip(reason)
 
 
+@contextlib.contextmanager
+def _session_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """The cluster of that fixture, which `pytest_runtest_setup` stops and starts."""
+    rigs = request.session.stash.setdefault(_session_rigs, {})
+    with running_rig(_SESSION_RIGS[request.fixturename or ""]) as running:
+        rigs[request.fixturename or ""] = running
+        yield running
+
+
 @pytest.fixture(scope="session")
-def rig(cluster_available: None) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node with one NUMA node."""
-    with running_rig() as running:
+    with _session_rig(request) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def numa_rig(cluster_available: None) -> Iterator[Rig]:
+def numa_rig(request: pytest.FixtureRequest, cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node with two NUMA nodes, whose kubelet admits only what fits one of them."""
-    with running_rig(Options(numa_nodes=2, topology_manager_policy="single-numa-node")) as running:
+    with _session_rig(request) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def volcano_rig(cluster_available: None) -> Iterator[Rig]:
+def volcano_rig(request: pytest.FixtureRequest, cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node for Volcano's resources,
     of which others would find traces on their Node.
     """
-    with running_rig() as running:
+    with _session_rig(request) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def extender_rig(cluster_available: None) -> Iterator[Rig]:
+def extender_rig(request: pytest.FixtureRequest, cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node for vgpu-manager's resources,
     of which others would find traces on their Node.
     """
-    with running_rig() as running:
+    with _session_rig(request) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def control_plane(request: pytest.FixtureRequest, cluster_available: None) -> Iterator[Rig]:
+    """etcd, API server, controllers and a scheduler; Nodes are only objects."""
+    with _session_rig(request) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def _clean_session_rigs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test, give back the session's rigs that it used as they were."""
+    """After each test, give back the session's nodes that it used as they were."""
     used: list[Rig] = [
-        request.getfixturevalue(name) for name in _SESSION_RIGS if name in request.fixturenames
+        request.getfixturevalue(name)
+        for name, options in _SESSION_RIGS.items()
+        if options.nodes and name in request.fixturenames
     ]
     yield
     for running in used:

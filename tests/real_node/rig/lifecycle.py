@@ -125,6 +125,19 @@ class Rig:
             raise
         self.start_seconds = time.monotonic() - began
 
+    def start_with_retry(self) -> None:
+        """Start the rig, and once more if it does not come up: on a busy machine a component of
+        Kubernetes may give up waiting for another one, and that says nothing about what is tested.
+
+        Raises:
+            RigError: it does not come up the second time either.
+        """
+        try:
+            self.start()
+        except RigError as err:
+            print(f"{err}\nit is started again", file=sys.stderr)  # noqa: T201 - for pytest's report
+            self.start()
+
     def _start_keeper(self, *, owned: bool) -> None:
         lifeline_read, lifeline_write = os.pipe()
         self._lifeline = lifeline_write
@@ -476,20 +489,13 @@ def _output(command: list[str], stdin: str | None) -> str:
 
 @contextlib.contextmanager
 def running_rig(options: Options | None = None) -> Iterator[Rig]:
-    """A rig that runs until the end of the context, for many tests. If the first one does not come
-    up, another one is tried: on a busy machine a component of Kubernetes may give up waiting for
-    another one, and that says nothing about what is tested.
+    """A rig that runs until the end of the context, for many tests.
 
     Raises:
-        RigError: neither comes up.
+        RigError: it does not come up, see `Rig.start_with_retry`.
     """
     rig = Rig(options=options)
-    try:
-        rig.start()
-    except RigError as err:
-        print(f"{err}\nanother rig is tried", file=sys.stderr)  # noqa: T201 - for pytest's report
-        rig = Rig(options=options)
-        rig.start()
+    rig.start_with_retry()
     try:
         yield rig
     finally:

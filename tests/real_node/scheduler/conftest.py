@@ -6,21 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.real_node.rig import Options, Rig, running_rig
+from tests.real_node.rig import Rig
 from tests.real_node.scheduler.objects import remove_all
-
-
-@pytest.fixture(scope="session")
-def control_plane(cluster_available: None) -> Iterator[Rig]:
-    """etcd, API server and controllers, for all tests of the session."""
-    with running_rig(Options(nodes=0)) as running:
-        running.stop_component("scheduler")  # the tests start one with the extender
-        yield running
 
 
 @pytest.fixture
 def plane(control_plane: Rig) -> Iterator[Rig]:
-    """The control plane without Nodes and pods, before and after the test."""
+    """The control plane without Nodes and pods, before and after the test, and without a scheduler:
+    the tests start one with the extender.
+    """
+    control_plane.stop_component("scheduler")
     yield control_plane
     control_plane.start_component("etcd")
     control_plane.start_component("apiserver")
