@@ -18,8 +18,7 @@ from tests.patience import FOR_EVER_SECONDS
 from vgpu_agent.config.settings import Gpu as GpuSettings
 from vgpu_agent.errors import DriverMissingError, NvmlHungError
 from vgpu_agent.gpu.discovery import discover, names_by_nvml
-from vgpu_agent.gpu.source import source
-from vgpu_agent.gpu.tegra import IntegratedGpu
+from vgpu_agent.gpu.source import IntegratedGpu, source
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.model import INTEGRATED

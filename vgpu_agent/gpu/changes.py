@@ -1,7 +1,7 @@
 """The differences between two inventories that are events in the journal, such as GPUs and MIG
 instances that came, went, became unhealthy or recovered; and their counts for metrics.
 
-`watch` and `tegra` call `record` for each inventory that they publish, and `watch` calls `count`.
+`watch` and `source` call `record` for each inventory that they publish, and `watch` calls `count`.
 Both functions compare the inventory with the one before and read nothing else. Each event has a
 fixed name.
 """

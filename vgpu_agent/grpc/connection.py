@@ -21,7 +21,6 @@ from h2.events import (
 )
 
 from vgpu_agent import log
-from vgpu_agent.grpc.write_coalescing import CoalescingTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +32,9 @@ _FRAME_COSTS_BYTES = 512  # of memory, in addition to its content
 # and breaks off a call now and then.
 _MAX_IDLE_FRAMES, _IDLE_FRAMES_SECONDS = 10_000, 10.0
 _MAX_RESETS = 200  # in the same time
+# More than this is passed on at once: it fills a send anyway, and the flow control does not see the
+# data that waits here.
+_MAX_COALESCED_BYTES = 32 * 1024
 _FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all its input before they can be checked
 
 
@@ -58,8 +60,8 @@ class Connection(H2Protocol):
 
     As HTTP/2 demands, it ignores frames of an unknown kind, where grpclib would drop the
     connection. When it is lost, a method that waits for room in the write buffer continues, where
-    grpclib would leave it waiting for ever. Data that is written together is sent together (see
-    `write_coalescing`).
+    grpclib would leave it waiting for ever. Data that is written together is sent together
+    (`CoalescingTransport`).
 
     grpclib's flow-control windows limit nothing, because it accepts all data at once. So the data
     of unfinished messages is counted. So are frames that cost only the agent something: pings,
@@ -189,3 +191,55 @@ def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callab
 def _size(count: int) -> str:
     mib, rest = divmod(count, 1024 * 1024)
     return f"{count // 1024} KiB" if rest else f"{mib} MiB"
+
+
+class CoalescingTransport(asyncio.Transport):
+    """A transport that joins the writes of one iteration of the event loop into one write to
+    ``transport`` at its end, because each send wakes the other side up and costs a system call on
+    both.
+
+    grpclib writes headers, message and trailers one after the other, and several calls may be
+    answered in one iteration.
+
+    State: the data that was not passed on yet; nothing between iterations.
+    """
+
+    def __init__(self, transport: asyncio.Transport, caller: object = None) -> None:
+        """Write to ``transport``; ``caller`` is shown as the name of the peer, which a unix socket
+        does not have.
+        """
+        super().__init__()
+        self._transport = transport
+        self._caller = caller
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._pieces: list[Any] = []
+        self._bytes = 0
+
+    def write(self, data: Any) -> None:
+        """Send ``data``, a bytes-like object, soon."""
+        if not self._pieces:
+            self._call_soon(self._pass_on)
+        self._pieces.append(data)
+        self._bytes += len(data)
+        if self._bytes > _MAX_COALESCED_BYTES:
+            self._pass_on()
+
+    def close(self) -> None:
+        """Send the remaining data, then close."""
+        self._pass_on()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Tell whether nothing more can be sent."""
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """See `asyncio.BaseTransport.get_extra_info`."""
+        if name == "peername" and self._caller is not None:
+            return self._caller
+        return self._transport.get_extra_info(name, default)
+
+    def _pass_on(self) -> None:
+        if self._pieces:
+            pieces, self._pieces, self._bytes = self._pieces, [], 0
+            self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +25,6 @@ from vgpu_agent.mps import directories, host_tools, processes
 from vgpu_agent.mps.compute_mode import ComputeModes, ModeOwners
 from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
-from vgpu_agent.mps.log_tail import LogTail
 from vgpu_agent.status import MpsState, MpsStatus, Withheld
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ BACKOFF_MAX_SECONDS = 30.0
 # The failed checks in a row after which the daemon counts as failed. One late answer on a busy node
 # is no reason to keep new pods away.
 _MAX_MISSES = 2
+# Limits of the daemon's log: the bytes that are read at once (the next `LogTail.read` gets the
+# rest), the characters of a line, and the allocated bytes of the file.
+_LONGEST_READ, _LONGEST_LINE, _LARGEST_LOG = 65536, 500, 8 << 20
+# The daemon's lines about a client that asks it something, and the beginning of a query's own line.
+_ABOUT_QUERIES = ("Accepting connection...", "NEW UI", "UI closed")
+_QUERY_PREFIX = "Cmd:get_"
 
 
 class Dependencies(Protocol):
@@ -481,3 +487,60 @@ class Daemon:
             async with asyncio.timeout(seconds):
                 await self._wanted_changed.wait()
         self._wanted_changed.clear()
+
+
+class LogTail:
+    """A reader of one daemon's ``control.log``, for the agent's log.
+
+    The file is on a tmpfs (``/run``), the daemon never shortens it, and each of our own probes adds
+    lines to it. So lines about mere queries are left out, and a file that has become large is
+    emptied.
+
+    State: the position in the file.
+
+    Args:
+        path: need not exist yet.
+        from_the_end: skip the existing lines, which an earlier agent has reported.
+    """
+
+    def __init__(self, path: str, *, from_the_end: bool) -> None:
+        self._path, self._skip = path, from_the_end
+        self._inode, self._offset = 0, 0
+
+    def read(self) -> list[str]:
+        """Return the lines that are new, without those about queries;
+        empty when there is no file or it cannot be read.
+        """
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return []
+        try:
+            return self._read(descriptor)
+        except OSError:
+            return []
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int) -> list[str]:
+        status = os.fstat(descriptor)
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._inode, self._offset = status.st_ino, status.st_size if self._skip else 0
+            self._skip = False
+        chunk = os.pread(descriptor, _LONGEST_READ, self._offset)
+        end = chunk.rfind(b"\n") + 1
+        if not end and len(chunk) == _LONGEST_READ:
+            end = len(chunk)  # one line without an end, too long to be read
+        self._offset += end
+        # By blocks, not by size: a daemon that goes on writing at its old offset after the file was
+        # emptied leaves a hole, and the file looks as large as before.
+        if status.st_blocks * 512 > _LARGEST_LOG and self._offset >= status.st_size:
+            os.ftruncate(descriptor, 0)
+            self._offset = 0
+        lines = chunk[:end].replace(b"\0", b"").decode(errors="replace").splitlines()
+        return [line[:_LONGEST_LINE] for line in lines if line and not _is_about_query(line)]
+
+
+def _is_about_query(line: str) -> bool:
+    text = line.partition("] ")[2]
+    return text in _ABOUT_QUERIES or text.startswith(_QUERY_PREFIX)

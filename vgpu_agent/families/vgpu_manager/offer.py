@@ -8,6 +8,7 @@ inventory.
 
 from __future__ import annotations
 
+import binascii
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +17,6 @@ from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, why_too
 from vgpu_agent.errors import OfferError, listed
 from vgpu_agent.families.memory_units import smallest_fitting_factor
 from vgpu_agent.families.mig_instances import SINGLE
-from vgpu_agent.families.vgpu_manager.ids import CARDS, PackedIds
 from vgpu_agent.families.vgpu_manager.settings import FAMILY
 from vgpu_agent.model import Decider, Resource
 
@@ -30,6 +30,13 @@ LIBRARY_CARDS = 16
 """The number of cards of a node that libvgpu-control.so can limit: its tables have one row for each
 (vgpu-manager §7.7).
 """
+
+PACKED_CARDS = 256
+"""The most cards that packed ids can tell apart: the number takes one byte of the packed value."""
+
+_LONGEST_PACKED = 14  # characters of a varint of ten bytes, the longest that protobuf has
+_TO_URL = bytes.maketrans(b"+/", b"-_")
+_FROM_URL = bytes.maketrans(b"-_", b"+/")
 
 _SETTINGS = "vgpuManager"  # the family's section of the settings
 
@@ -198,11 +205,11 @@ def _quota(
     """
     shared = {gpu.uuid for gpu in shared_gpus(inventory, options)}
     # An id is the card's number, in one byte, and a running number, both encoded in a short text.
-    # Cards from the number `CARDS` on have no ids.
+    # Cards from the number `PACKED_CARDS` on have no ids.
     blocks = tuple(
         IdBlock("", count(gpu), device=gpu.uuid, codec=PackedIds(number))
         for number, gpu in inventory.numbered.items()
-        if gpu.uuid in shared and number < CARDS and count(gpu) > 0
+        if gpu.uuid in shared and number < PACKED_CARDS and count(gpu) > 0
     )
     return Resource(
         name,
@@ -242,3 +249,43 @@ def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOption
         f"{resource.ids_setting}: {fitting} would fit, and is then the MiB in a unit of every "
         "pod's limit"
     )
+
+
+class PackedIds(msgspec.Struct, frozen=True):
+    """The codec of one card's ids of cores or memory: ``count << 8 | card`` as a protobuf varint,
+    in the URL alphabet of base64 without padding (vgpu-manager §2.2, §13.2).
+
+    A node has hundreds of thousands of them, so `device_ids.NumberedIds` makes each on request.
+
+    Attributes:
+        card: its number on the node, below `PACKED_CARDS`.
+    """
+
+    card: int
+
+    def text(self, number: int) -> str:
+        """Return the text of the id with the count ``number``."""
+        value = number << 8 | self.card
+        varint = bytearray()
+        while value > 0x7F:
+            varint.append(value & 0x7F | 0x80)
+            value >>= 7
+        varint.append(value)
+        return binascii.b2a_base64(varint, newline=False).rstrip(b"=").translate(_TO_URL).decode()
+
+    def number(self, text: str) -> int | None:
+        """Return the count of an id; None for a text that is not one of our ids, even if it decodes
+        to such a count.
+        """
+        if not 0 < len(text) <= _LONGEST_PACKED or not text.isascii():
+            return None
+        padded = text.encode().translate(_FROM_URL) + b"=" * (-len(text) % 4)
+        try:
+            varint = binascii.a2b_base64(padded)
+        except binascii.Error:
+            return None
+        value = 0
+        for place, byte in enumerate(varint):
+            value |= (byte & 0x7F) << 7 * place
+        number = value >> 8
+        return number if value & 0xFF == self.card and self.text(number) == text else None

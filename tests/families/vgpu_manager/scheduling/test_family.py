@@ -7,7 +7,7 @@ import pytest
 
 from tests.families.vgpu_manager.scheduling.nodes import KEYS, container, pod
 from vgpu_agent.families.vgpu_manager.claims import ClaimsTextError
-from vgpu_agent.families.vgpu_manager.scheduling.holdings import holding_of
+from vgpu_agent.families.vgpu_manager.scheduling.family import holding_of
 from vgpu_agent.placement.nodes.book import HeldCard, Holding
 from vgpu_agent.pods import ContainerKind, Pod
 

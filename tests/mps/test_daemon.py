@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vgpu_agent.mps import log_tail
-from vgpu_agent.mps.log_tail import LogTail
+from vgpu_agent.mps import daemon
+from vgpu_agent.mps.daemon import LogTail
 
 STAMP = "[2026-04-23 06:04:59.389 Control    72] "
 
@@ -59,7 +59,7 @@ def test_a_large_file_is_emptied_once_it_is_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file lies in memory and grows with each probe. The daemon itself never shortens it."""
-    monkeypatch.setattr(log_tail, "_LARGEST_FILE", 4096)
+    monkeypatch.setattr(daemon, "_LARGEST_LOG", 4096)
     path.write_text("x" * 9000 + "\n")
     tail = LogTail(str(path), from_the_end=False)
     tail.read()

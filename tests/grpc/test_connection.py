@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from vgpu_agent.grpc.write_coalescing import CoalescingTransport
+from vgpu_agent.grpc.connection import CoalescingTransport
 
 
 async def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
