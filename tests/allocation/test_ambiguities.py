@@ -289,7 +289,7 @@ async def test_a_running_container_keeps_its_room(is_reversed: bool, name_is_reu
         place.checkpoint.reverse()
     for _ in range(3):
         for token, (record, _) in list(place.carrier.specs.items()):
-            if place.allocator.late_start.is_foreign(record):
+            if place.allocator.late_start.foreign_records([record]):
                 del place.carrier.specs[token]
         confirm(place)
         assert booked(place) == {U0: 40960}

@@ -452,9 +452,10 @@ async def test_what_is_left_of_a_grants_ids_has_a_name_of_its_own() -> None:
     await place.admit(pod, "prepare", IDS[:2])
     await place.start(IDS[:2])
     (record,) = place.carrier.records
-    assert not place.allocator.late_start.is_foreign(record)
+    foreign_records = place.allocator.late_start.foreign_records
+    assert not foreign_records([record])
     await place.admit(pod, "main", IDS[:1])
     owner = msgspec.structs.replace(record.owner, pod_uid="uid-gone")
     for left, is_foreign in ((IDS[1:2], True), (IDS[:2], False)):
         before = msgspec.structs.replace(record, token=grant_token(NUMBER, left), owner=owner)
-        assert place.allocator.late_start.is_foreign(before) is is_foreign
+        assert foreign_records([before]) == ([before] if is_foreign else [])

@@ -641,14 +641,17 @@ class LateStart:
             record.owner.container,
         )
 
-    def is_foreign(self, record: GrantRecord) -> bool:
-        """Tell whether the ids of ``record`` were given to another pod,
+    def foreign_records(self, records: Iterable[GrantRecord]) -> list[GrantRecord]:
+        """Return the records whose ids were given to another pod,
         or to one that the kubelet has not named yet.
         """
+        grants = self._grants_by_token()
+        return [record for record in records if self._is_foreign(record, grants.get(record.token))]
+
+    def _is_foreign(self, record: GrantRecord, grant: Grant | None) -> bool:
         if record.token in self._answered_tokens:
             # The ledger may still have these ids in the larger grant of an earlier init container.
             return True
-        grant = self._grants_by_token().get(record.token)
         if grant is None:
             return False
         holder = (

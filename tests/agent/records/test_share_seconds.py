@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,32 @@ async def test_a_sum_is_the_amount_of_the_resource_times_seconds(tmp_path: Path)
     world.end()
     world.wait(600)
     assert world.sums.sums == {OF_TRAIN: 30.0, OF_SERVE: 5.0}
+
+
+@pytest.mark.looptime
+async def test_a_burst_of_changes_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each Allocate changes the ledger, and the next one would wait while all grants are counted.
+    The last change is counted too.
+    """
+    world, counted = await World.begin(tmp_path), list[int]()
+    advance = ShareSeconds.advance
+
+    def counting(sums: ShareSeconds) -> None:
+        counted.append(len(world.ledger.grants))
+        advance(sums)
+
+    monkeypatch.setattr(ShareSeconds, "advance", counting)
+    loop = asyncio.create_task(world.sums.run())
+    await asyncio.sleep(1)
+    del counted[:]
+    for number in range(4):
+        book(world.ledger, f"{U0}::{number}")
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1)
+    loop.cancel()
+    assert counted == [4]
 
 
 async def test_a_reservation_without_a_pod_is_not_counted(tmp_path: Path) -> None:

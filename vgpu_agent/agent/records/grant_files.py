@@ -95,9 +95,9 @@ class GrantKeeping:
         registration of an orderly stop, which asks for no such calls, so that containers can
         restart while no agent runs.
         """
-        for record in self._grant_directory.records:
-            if self._allocator.late_start.is_foreign(record):
-                await self._grant_directory.withdraw(record)
+        records = self._grant_directory.records
+        for record in self._allocator.late_start.foreign_records(records):
+            await self._grant_directory.withdraw(record)
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Restore and remove files until cancelled, in passes: soon after a change of the pods, and

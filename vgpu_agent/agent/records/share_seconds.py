@@ -11,6 +11,7 @@ crashed may be a minute old, so then only sums of pods that still hold their sha
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant
 
 _WRITE_SECONDS = 60.0
+# Changes of the ledger in this time are counted together. A burst of Allocate calls changes it
+# hundreds of times a second, and each call would wait while the grants are counted.
+_COALESCING_SECONDS = 0.1
 # The sum of a pod that has ended stays in the metrics this long, so that each scraper sees its last
 # value.
 _KEPT_SECONDS = 3600.0
@@ -128,7 +132,7 @@ class ShareSeconds:
         self._loaded = True
 
     async def run(self) -> None:
-        """Count after each change of the ledger, and write the file every minute, until
+        """Count soon after each change of the ledger, and write the file every minute, until
         cancelled.
         """
         written_at = self._clock()
@@ -140,6 +144,7 @@ class ShareSeconds:
                 await self._write(final=False)
                 written_at, left = self._clock(), _WRITE_SECONDS
             await versions.passed(timeout_seconds=left)
+            await asyncio.sleep(_COALESCING_SECONDS)
 
     async def store(self) -> None:
         """Write the file at the end of the process. A process that has not loaded it leaves it as
