@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
 from tests.kubelet.backend import FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
+from vgpu_agent.sim.kubelet.endpoint import Endpoint
 from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
 from vgpu_agent.status import PluginState
 
@@ -38,6 +43,30 @@ async def test_the_last_act_of_a_pre_start_resource_is_a_registration_without(
     assert len(kubelet.called("Register")) == 2
     assert (await kubelet.start_container(pod, "c")).envs != {}
     assert backend.started == []
+
+
+async def test_the_last_registration_waits_until_the_kubelet_has_noticed_the_end_of_the_stream(
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet that notices it later takes down the client of that registration for it. It then
+    kept ids healthy that had no server (seen on a busy node), and its next pods would fail.
+    """
+    noticed = kubelet._stream_ended
+
+    async def late(endpoint: Endpoint, reason: str) -> None:
+        await asyncio.sleep(0.3)
+        await noticed(endpoint, reason)
+
+    monkeypatch.setattr(kubelet, "_stream_ended", late)
+    resource = shared_resource(pre_start_required=True)
+    plugin = node.offer(resource, FakeBackend(resource))
+    await _all_offered(kubelet)
+
+    await plugin.stop()
+    await kubelet.until(lambda: kubelet.resource(RESOURCE).allocatable == 0)
+
+    (_, last), ended = kubelet.called("Register"), kubelet.called("stream ended")[0]
+    assert ended.at < last.at
 
 
 async def test_answers_that_may_be_wrong_are_not_let_through_while_nobody_can_be_asked(

@@ -336,6 +336,12 @@ class DevicePlugin:
                 self._streams_ended.set()
                 # it answers the calls that the kubelet makes before it has noticed the end
                 await instance.until_disconnected(DRAIN_SECONDS)
+            elif self._stopping.is_set() and self.resource.pre_start_required:
+                # `_retire` registers again. A kubelet that has not noticed the end of this stream
+                # by then takes down the client of that registration for it. If the list of that
+                # registration arrives at the same time, the ids stay healthy without a server.
+                await instance.end_streams_when_quiet()
+                await instance.until_disconnected(DRAIN_SECONDS)
             await instance.close()
             self.status.endpoint = ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 PODS_OF_A_RATE = 2000
 """How many pods must come before what is bounded of a thousand pods is judged.
 
-A single race fails up to four pods, and a single day has 400: one of two races on it says nothing.
+A single race fails up to four pods, which would be ten of a thousand on a day of 400 pods.
 """
 
 IDLE_SECONDS = 5.0
