@@ -30,18 +30,22 @@ _LATER = (
 )
 
 
-def test_a_registration_waits_for_nothing_that_speaks_http() -> None:
-    """Counted in modules and not in seconds, so that it holds on any machine.
-    The benchmark has the seconds.
-    """
+def _printed(program: str) -> str:
     found = subprocess.run(
-        [sys.executable, "-c", _START],
+        [sys.executable, "-c", program],
         capture_output=True,
         check=True,
         text=True,
         timeout=PATIENCE_SECONDS,
     )
-    modules = set(json.loads(found.stdout))
+    return found.stdout
+
+
+def test_a_registration_waits_for_nothing_that_speaks_http() -> None:
+    """Counted in modules and not in seconds, so that it holds on any machine.
+    The benchmark has the seconds.
+    """
+    modules = set(json.loads(_printed(_START)))
     assert [name for name in _LATER if name in modules] == []
     assert "vgpu_agent.kubelet.server" in modules
 
@@ -59,11 +63,4 @@ with contextlib.suppress(SystemExit):
 from vgpu_agent.agent import composition
 print(len(collections) - before)
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        check=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert int(found.stdout.splitlines()[-1]) < 10  # two for each; hundreds with the defaults
+    assert int(_printed(program).splitlines()[-1]) < 10  # two for each; hundreds with the defaults

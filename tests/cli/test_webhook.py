@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.cli import webhook
 from vgpu_agent.errors import ConfigError
+from vgpu_agent.webhook import service
 from vgpu_agent.webhook.new_pod import Pinned
 from vgpu_agent.webhook.options import CertificateFiles, Options, OwnCertificateOptions
 
@@ -175,3 +178,17 @@ def test_a_certificate_that_is_not_there_is_one_line_and_status_1(
     """With the flags that name it."""
     assert command_line.main(["webhook", "--watch-nodes=false", f"--cert-dir={tmp_path}"]) == 1
     assert f"{tmp_path}/tls.crt does not exist" in capsys.readouterr().err
+
+
+def test_the_service_runs_with_the_garbage_collector_of_a_running_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The thresholds of a start would let a webhook keep megabytes of garbage."""
+    thresholds = list[int]()
+
+    async def run(*_: object) -> None:
+        thresholds.append(gc.get_threshold()[0])
+
+    monkeypatch.setattr(service, "run", run)
+    assert command_line.main(["webhook", "--watch-nodes=false", f"--cert-dir={tmp_path}"]) == 0
+    assert thresholds[0] < 5000

@@ -17,6 +17,7 @@ from vgpu_agent import log
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.admission import AdmissionOptions
 from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.memory import freeze_objects
 
 if TYPE_CHECKING:
     from vgpu_agent.families.admission import AdmissionFamily
@@ -246,7 +247,6 @@ def _run(arguments: argparse.Namespace) -> int:
     # The imports take 200 ms, and a wrong flag is reported before them.
     from vgpu_agent.cluster.credentials import credentials  # noqa: PLC0415
     from vgpu_agent.config.settings import Settings  # noqa: PLC0415
-    from vgpu_agent.memory import freeze_objects  # noqa: PLC0415
     from vgpu_agent.webhook import service  # noqa: PLC0415
 
     found = credentials(Settings(kubeconfig=arguments.kubeconfig))

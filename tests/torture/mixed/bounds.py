@@ -7,7 +7,7 @@ Used by `judge` and by `tests.torture.test_mixed_days`.
 from __future__ import annotations
 
 PODS_OF_A_RATE = 2000
-"""How many pods must come before what is bounded of a thousand pods is judged.
+"""The least number of pods for which a bound per thousand pods is judged.
 
 A single race fails up to four pods, which would be ten of a thousand on a day of 400 pods.
 """
