@@ -49,6 +49,8 @@ RETRY_MAX_SECONDS = 30.0
 COALESCE_SECONDS = 0.1
 # How long a stop waits for calls in flight; the kubelet keeps its connection open by itself.
 DRAIN_SECONDS = 3.0
+# The longest time that a stopping plugin waits until the kubelet has noticed the end of its stream.
+_NOTICE_SECONDS = 1.0
 
 _logger = log.get(__name__)
 
@@ -340,8 +342,10 @@ class DevicePlugin:
                 # `_retire` registers again. A kubelet that has not noticed the end of this stream
                 # by then takes down the client of that registration for it. If the list of that
                 # registration arrives at the same time, the ids stay healthy without a server.
-                await instance.end_streams_when_quiet()
-                await instance.until_disconnected(DRAIN_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_NOTICE_SECONDS):
+                        await instance.end_streams_when_quiet()
+                        await instance.until_disconnected(_NOTICE_SECONDS)
             await instance.close()
             self.status.endpoint = ""
 
