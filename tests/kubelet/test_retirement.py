@@ -69,6 +69,23 @@ async def test_the_last_registration_waits_until_the_kubelet_has_noticed_the_end
     assert ended.at < last.at
 
 
+async def test_a_stop_does_not_wait_for_a_kubelet_that_never_notices(
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen kubelet closes no connection, and the pod's grace period is limited."""
+
+    async def never(_endpoint: Endpoint, _reason: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(kubelet, "_stream_ended", never)
+    resource = shared_resource(pre_start_required=True)
+    plugin = node.offer(resource, FakeBackend(resource))
+    await _all_offered(kubelet)
+
+    async with asyncio.timeout(8):
+        await plugin.stop()
+
+
 async def test_answers_that_may_be_wrong_are_not_let_through_while_nobody_can_be_asked(
     kubelet: SimulatedKubelet, node: Node
 ) -> None:
