@@ -137,8 +137,8 @@ async def run(loaded: Loaded) -> bool:
     loop.add_signal_handler(
         signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again
     )
-    # `freeze_objects` excludes all present objects from garbage collection. Not at once: it blocks
-    # the event loop for some ten milliseconds, while the plugin servers are about to register.
+    # `freeze_objects` excludes all present objects from garbage collection, also those that the web
+    # server imports when the registrations are over.
     return await agent.run(
         stop, started=functools.partial(loop.call_later, _FREEZE_AFTER_SECONDS, freeze_objects)
     )
