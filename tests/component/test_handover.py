@@ -72,8 +72,9 @@ async def test_a_gpu_is_free_for_the_other_family_soon_after_the_end_of_its_last
         else:
             stage.cluster.delete_pod(f"pod-{number}")
         took.append(await until_free_for(stage, others))
-    # the machine may be busy with something else once
-    assert sorted(took)[-2] <= WITHIN_SECONDS, took
+    # The machine may be busy with something else now and then. What is late in one direction, or
+    # after one kind of end, is late ten times.
+    assert sorted(took)[-6] <= WITHIN_SECONDS, took
 
 
 async def test_without_the_api_server_kubelets_records_alone_free_a_gpu(
@@ -114,4 +115,4 @@ async def test_schedulers_see_a_handover_long_before_kubelet_writes_it(folder: P
             took.append(await until_shown(others, "0"))
             stage.cluster.finish(f"pod-{number}")
             took.append(await until_shown(others, everything[others]))
-        assert sorted(took)[-2] <= 3.0, took
+        assert sorted(took)[-4] <= 3.0, took  # each of the four steps is taken four times

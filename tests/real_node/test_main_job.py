@@ -74,6 +74,7 @@ def _failed(rig: Rig, name: str) -> dict[str, Any]:
     return status
 
 
+@pytest.mark.alone
 def test_3a_allocatable_shows_the_resource_within_5_seconds(
     rig: Rig, start_agent: StartAgent
 ) -> None:
