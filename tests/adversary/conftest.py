@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.conftest import folder, stage
+from tests.component.conftest import folder, preloaded, stage, starts_are_forks
 from tests.kubelet.conftest import grpcio_stays_initialised
 
-__all__ = ["folder", "grpcio_stays_initialised", "stage"]
+__all__ = ["folder", "grpcio_stays_initialised", "preloaded", "stage", "starts_are_forks"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests import constants
+from tests.component.preloaded import Preloaded
 from tests.golden import U0, U1
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim.agent_process import AgentProcess
+from vgpu_agent.sim.agent_process import AgentProcess, CommandProcess
 from vgpu_agent.sim.kubelet.kubelet import Container, Pod, SimulatedKubelet
 from vgpu_agent.sim.state import SimulatedNode
 
@@ -127,6 +128,19 @@ async def until_not_ready(agent: AgentProcess, *reasons: str) -> str:
             return text
         assert time.monotonic() < deadline, (status, text)
         await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """The process that agents are forked from."""
+    with Preloaded() as preloaded:
+        yield preloaded
+
+
+@pytest.fixture(autouse=True)
+def starts_are_forks(preloaded: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of `sim.agent_process`; `preloaded` says why and which."""
+    monkeypatch.setattr(CommandProcess, "start_module", preloaded.start)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim import with_constants
@@ -28,6 +28,7 @@ from vgpu_agent.sim import with_constants
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+    from typing import BinaryIO, ClassVar
 
 _POLL_SECONDS = 0.01
 _HTTP_SECONDS = 10.0
@@ -35,6 +36,66 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)
 # our own child is behind no proxy
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class StartedProcess(Protocol):
+    """A process that was started here, as `asyncio.subprocess.Process` shows one."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, or minus the signal that ended it; None while it runs."""
+
+    def send_signal(self, signal: int, /) -> None:
+        """Send a signal.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+
+    async def wait(self) -> int:
+        """Wait for its end, and return its exit status."""
+
+
+class StartModule(Protocol):
+    """A way to start a process that does what ``python -m`` does with these words.
+
+    It has this environment alone, and its stdout and stderr go into the file.
+    """
+
+    async def __call__(
+        self, words: Sequence[str], environment: Mapping[str, str], log: BinaryIO, /
+    ) -> StartedProcess:
+        """Start it."""
+
+
+async def start_interpreter(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    log: BinaryIO,
+    *,
+    through: Sequence[str] = (),
+) -> StartedProcess:
+    """Start ``python -m`` with these words in a new interpreter that ends with this process.
+
+    Args:
+        words: the module and its arguments.
+        environment: all its variables.
+        log: where its stdout and stderr go.
+        through: a command that executes the one after it in its own place.
+    """
+    return await asyncio.create_subprocess_exec(
+        *through,
+        *(sys.executable, "-m"),
+        *words,
+        stderr=log,
+        stdout=log,
+        env=environment,
+        preexec_fn=end_with_parent,
+    )
 
 
 class CommandProcess:
@@ -46,7 +107,10 @@ class CommandProcess:
     Attributes:
         log_path: where its log goes.
         public_address: ``host:port`` of its probes and metrics, once it serves them.
+        start_module: starts the process of any run without ``through``.
     """
+
+    start_module: ClassVar[StartModule] = staticmethod(start_interpreter)
 
     def __init__(
         self,
@@ -81,7 +145,7 @@ class CommandProcess:
             self._program = [launcher, json.dumps(dict(constants)), module]
         self._environment = dict(environment or {})
         self.public_address = ""
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: StartedProcess | None = None
         self._log_from = 0  # the size of the log file before this run
 
     @property
@@ -98,17 +162,13 @@ class CommandProcess:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._environment}
         with await asyncio.to_thread(self.log_path.open, "ab") as log:
             self._log_from = log.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                *self._through,
-                sys.executable,
-                "-m",
-                *self._program,
-                *self._arguments(),
-                stderr=log,
-                stdout=log,
-                env=environment,
-                preexec_fn=_end_with_parent,
-            )
+            words = [*self._program, *self._arguments()]
+            if self._through:
+                self._process = await start_interpreter(
+                    words, environment, log, through=self._through
+                )
+            else:
+                self._process = await self.start_module(words, environment, log)
 
     async def until_ready(self, *, timeout_seconds: float = 30.0) -> None:
         """Wait until ``/readyz`` succeeds.
@@ -205,7 +265,7 @@ class CommandProcess:
             async with asyncio.timeout(timeout_seconds):
                 return await self._process.wait()
         except TimeoutError:
-            self._process.kill()
+            self._process.send_signal(signal.SIGKILL)
             await self._process.wait()
             raise SimulationError(
                 f"the {self._name} did not end within {timeout_seconds:g} s of {number.name}"
@@ -405,7 +465,7 @@ class _Port:
             weakref.finalize(self, os.close, holder.detach())
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Let this child process end with its parent, even if that is killed (SIGKILL), so that no
     agent keeps a port.
     """
