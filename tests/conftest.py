@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import logging
 import os
 from collections.abc import Iterator
 
@@ -85,10 +86,21 @@ def _nobody_configures_the_tests() -> None:
         del os.environ[name]
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _log_into_nothing() -> None:
-    """Lines are rendered as in production and kept out of the test report."""
-    log.configure(level="debug", stream=io.StringIO())
+@pytest.fixture(scope="session")
+def _log_handlers() -> list[logging.Handler]:
+    """The handler of `_log_into_nothing`, once there is one."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def _log_into_nothing(_log_handlers: list[logging.Handler]) -> None:
+    """Lines are rendered as in production and kept out of the test report. A command that a test
+    before ran in this process may have chosen another level and a stream that is closed now.
+    """
+    root = logging.getLogger()
+    if not _log_handlers or _log_handlers[0] not in root.handlers or root.level != logging.DEBUG:
+        log.configure(level="debug", stream=io.StringIO())
+        _log_handlers[:] = root.handlers
 
 
 @pytest.fixture(autouse=True)

@@ -73,17 +73,19 @@ async def test_a_stop_does_not_wait_for_a_kubelet_that_never_notices(
     kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frozen kubelet closes no connection, and the pod's grace period is limited."""
+    stopped = asyncio.Event()
 
-    async def never(_endpoint: Endpoint, _reason: str) -> None:
-        await asyncio.Event().wait()
+    async def frozen(_endpoint: Endpoint, _reason: str) -> None:
+        await stopped.wait()
 
-    monkeypatch.setattr(kubelet, "_stream_ended", never)
+    monkeypatch.setattr(kubelet, "_stream_ended", frozen)
     resource = shared_resource(pre_start_required=True)
     plugin = node.offer(resource, FakeBackend(resource))
     await _all_offered(kubelet)
 
     async with asyncio.timeout(8):
         await plugin.stop()
+    stopped.set()  # the end of the test closes connections, which ends streams, too
 
 
 async def test_answers_that_may_be_wrong_are_not_let_through_while_nobody_can_be_asked(
