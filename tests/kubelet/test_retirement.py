@@ -83,9 +83,11 @@ async def test_a_stop_does_not_wait_for_a_kubelet_that_never_notices(
     plugin = node.offer(resource, FakeBackend(resource))
     await _all_offered(kubelet)
 
-    async with asyncio.timeout(8):
-        await plugin.stop()
-    stopped.set()  # the end of the test closes connections, which ends streams, too
+    try:
+        async with asyncio.timeout(8):
+            await plugin.stop()
+    finally:
+        stopped.set()  # the end of the test closes connections, which ends streams, too
 
 
 async def test_answers_that_may_be_wrong_are_not_let_through_while_nobody_can_be_asked(
