@@ -81,6 +81,37 @@ async def test_a_peer_that_speaks_something_else_is_an_error_of_ours(
             await call(directory / "a.sock", ECHO, b"", timeout_seconds=PATIENCE_SECONDS)
 
 
+async def test_a_connection_that_breaks_off_cancels_nothing_of_the_callers(served: Served) -> None:
+    """grpclib wakes the task that waits by a cancellation that it never takes back. A task that
+    lives on, such as a loop of `Supervisor`, could not tell that from its own end. On Python 3.11.2
+    none of its later time limits would end with a TimeoutError.
+    """
+
+    async def break_off() -> None:
+        await served.service.watching.wait()
+        for connection in served.server._server._connections:
+            connection.transport.abort()
+
+    breaking = asyncio.ensure_future(break_off())
+    with pytest.raises(CallError, match="broke off"):
+        await call(served.path, HANG, b"", timeout_seconds=PATIENCE_SECONDS)
+    await breaking
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_who_is_cancelled_during_a_call_ends(served: Served) -> None:
+    """At once, and nothing of the call goes on."""
+    calling = asyncio.ensure_future(call(served.path, HANG, b"", timeout_seconds=PATIENCE_SECONDS))
+    await served.service.watching.wait()
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert calling.cancelling() == 1
+    await asyncio.wait_for(served.service.cleaned_up.wait(), PATIENCE_SECONDS)
+
+
 async def test_an_error_status_keeps_its_name_and_text(served: Served) -> None:
     """Callers decide by the status, people by the text."""
     served.service.failure = CapacityError("nothing left")

@@ -128,19 +128,17 @@ async def _answer(
     timeout_seconds: float,
     on_connected: Callable[[], Awaitable[None]] | None = None,
 ) -> bytes:
+    """Make the call in a task of its own. Where a connection breaks off, grpclib wakes the task
+    that waits by cancelling it, and never takes that back. The caller's task would count as
+    cancelled from then on.
+    """
     name = method.rpartition("/")[2]
+    exchange = asyncio.ensure_future(
+        _exchange(channel, method, request, timeout_seconds, on_connected)
+    )
     try:
-        async with (
-            asyncio.timeout(timeout_seconds),
-            channel.request(
-                method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds
-            ) as stream,
-        ):
-            if on_connected is not None:
-                await stream.send_request()  # connects; a server waits for the message
-                await on_connected()
-            await stream.send_message(request, end=True)
-            response = await stream.recv_message()
+        await asyncio.wait((exchange,), timeout=timeout_seconds)
+        response = exchange.result()
     except grpclib.GRPCError as err:
         text = err.message or ""
         raise CallError(
@@ -148,7 +146,7 @@ async def _answer(
             status=err.status.name,
             text=text,
         ) from err
-    except TimeoutError as err:
+    except (asyncio.InvalidStateError, TimeoutError) as err:  # no result yet; grpclib's own limit
         message = f"{name} on {socket_path} was not answered within {timeout_seconds:g} s"
         raise CallError(message, status=Status.DEADLINE_EXCEEDED.name) from err
     except OSError as err:
@@ -159,11 +157,31 @@ async def _answer(
         raise CallError(
             f"{name} on {socket_path} broke off: {err}", status=Status.UNAVAILABLE.name
         ) from err
+    finally:
+        exchange.cancel()
+        await asyncio.gather(exchange, return_exceptions=True)
     if response is None:
         raise CallError(
             f"{name} on {socket_path} was answered with no message", status=Status.UNKNOWN.name
         )
     return response
+
+
+async def _exchange(
+    channel: Channel,
+    method: str,
+    request: bytes,
+    timeout_seconds: float,
+    on_connected: Callable[[], Awaitable[None]] | None,
+) -> bytes | None:
+    async with channel.request(
+        method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds
+    ) as stream:
+        if on_connected is not None:
+            await stream.send_request()  # connects; a server waits for the message
+            await on_connected()
+        await stream.send_message(request, end=True)
+        return await stream.recv_message()
 
 
 class _Channel(Channel):
