@@ -5,15 +5,16 @@ and the golden node of the contracts.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import io
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import hypothesis
 import pytest
-from blockbuster import BlockBuster, blockbuster_ctx
+from blockbuster import BlockBuster
 
 from tests.golden import golden_inventory
 from vgpu_agent import log
@@ -35,6 +36,8 @@ hypothesis.settings.load_profile("vgpu-agent")
 # each step of the time.
 _IDLE_TURNS = 2
 
+_detector = pytest.StashKey[BlockBuster]()
+
 # Where scripts/test collects tests of a kind; it looks for the others everywhere.
 _FOLDERS = {
     "adversary": ("tests/adversary/",),
@@ -50,6 +53,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="test against the driver and the cards of this machine, not the simulated library",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spare the garbage collector the tests themselves, a million objects that all stay. It would
+    look at them again and again, a tenth of the time of the unit tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -75,6 +91,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.looptime(noop_cycles=_IDLE_TURNS))
         if item.get_closest_marker("component") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(240))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare to find blocking calls on the event loop that our own code makes."""
+    detector = config.stash[_detector] = BlockBuster("vgpu_agent")
+    # A module's file has an absolute name, so no disk is touched; without this, every traceback
+    # that the agent logs would be lost.
+    detector.functions["os.path.abspath"].can_block_in("structlog/tracebacks.py", "extract")
+    # Of two threads that enter a file for the first time at once, coverage makes one wait for its
+    # own few microseconds.
+    detector.functions["threading.Lock.acquire"].can_block_in("coverage/collector.py", "lock_data")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A blocking call on the event loop fails the test. Component and cluster tests run the agent
+    in a process of its own, and may themselves block.
+
+    The search stays on from test to test: to begin and to end it takes 2 ms.
+    """
+    detector = item.config.stash[_detector]
+    if item.get_closest_marker("component") or item.get_closest_marker("cluster"):
+        detector.deactivate()
+    else:
+        detector.activate()  # also what the test before did without
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -112,22 +153,10 @@ def _no_loop_by_accident(request: pytest.FixtureRequest) -> None:
         asyncio.set_event_loop(None)
 
 
-@pytest.fixture(autouse=True)
-def _no_blocked_loop(request: pytest.FixtureRequest) -> Iterator[BlockBuster | None]:
-    """A blocking call on the event loop, made by our own code, fails the test."""
-    if request.node.get_closest_marker("component") or request.node.get_closest_marker("cluster"):
-        yield None  # those run the agent in a process of its own and may themselves block
-        return
-    with blockbuster_ctx("vgpu_agent") as detector:
-        # A module's file has an absolute name, so no disk is touched; without this, every traceback
-        # that the agent logs would be lost.
-        detector.functions["os.path.abspath"].can_block_in("structlog/tracebacks.py", "extract")
-        # Of two threads that enter a file for the first time at once, coverage makes one wait for
-        # its own few microseconds.
-        detector.functions["threading.Lock.acquire"].can_block_in(
-            "coverage/collector.py", "lock_data"
-        )
-        yield detector
+@pytest.fixture
+def loop_may_block(pytestconfig: pytest.Config) -> None:
+    """Let the test block its event loop, unlike others (`pytest_runtest_setup`)."""
+    pytestconfig.stash[_detector].deactivate()
 
 
 @pytest.fixture

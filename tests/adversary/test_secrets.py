@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from blockbuster import BlockBuster
 
 from tests import constants
 from tests.adversary.api_server_parts import (
@@ -66,12 +65,10 @@ def lines(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
 
 
 @pytest.fixture(autouse=True)
-def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+def _library_reads_files(loop_may_block: None) -> None:
     """kubernetes_asyncio reads files in its coroutine, in a thread and a loop of its own,
     where that blocks no other task.
     """
-    if _no_blocked_loop is not None:
-        _no_blocked_loop.deactivate()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from blockbuster import BlockBuster
 
 from tests import constants
 from tests.agent.volcano_parts import NODE, QUICK, volcano_settings
@@ -34,12 +33,10 @@ LABEL = "nvidia.com/device-plugin.config"
 
 
 @pytest.fixture(autouse=True)
-def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+def _library_reads_files(loop_may_block: None) -> None:
     """kubernetes-asyncio reads the kubeconfig in a coroutine;
     the agent runs that in a loop of its own, in a thread.
     """
-    assert _no_blocked_loop is not None
-    _no_blocked_loop.deactivate()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.patience import PATIENCE_SECONDS
@@ -21,12 +20,10 @@ LEAVES = Cluster(withdraw_at_stop=True)
 
 
 @pytest.fixture(autouse=True)
-def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+def _library_reads_files(loop_may_block: None) -> None:
     """kubernetes-asyncio reads the kubeconfig in a coroutine;
     the agent runs that in a loop of its own, in a thread.
     """
-    assert _no_blocked_loop is not None
-    _no_blocked_loop.deactivate()
 
 
 def on_the_node(server: ApiServer) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockbuster import BlockBuster
 
 from tests import constants
 from tests.patience import PATIENCE_SECONDS
@@ -36,11 +35,10 @@ NODE, LABEL = "node-a", "nvidia.com/device-plugin.config"
 
 
 @pytest.fixture(autouse=True)
-def _kubeconfig_is_read_in_a_loop_of_its_own(_no_blocked_loop: BlockBuster) -> None:
+def _kubeconfig_is_read_in_a_loop_of_its_own(loop_may_block: None) -> None:
     """kubernetes-asyncio reads the kubeconfig in a coroutine;
     the agent runs that in a loop of its own, in a thread.
     """
-    _no_blocked_loop.deactivate()
 
 
 @pytest.fixture(autouse=True)

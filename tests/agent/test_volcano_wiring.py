@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from blockbuster import BlockBuster
 
 from tests import constants
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
@@ -32,12 +31,10 @@ IMPATIENT = {
 
 
 @pytest.fixture(autouse=True)
-def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+def _library_reads_files(loop_may_block: None) -> None:
     """kubernetes-asyncio reads the kubeconfig in a coroutine;
     the agent runs that in a loop of its own, in a thread.
     """
-    assert _no_blocked_loop is not None
-    _no_blocked_loop.deactivate()
 
 
 NUMBER, MEMORY, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/vgpu-cores"

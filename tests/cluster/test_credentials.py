@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from blockbuster import BlockBuster
 
 from vgpu_agent.cluster.credentials import Access, Credentials, credentials
 from vgpu_agent.config.settings import Settings
@@ -22,12 +21,10 @@ _IN_CLUSTER = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT":
 
 
 @pytest.fixture
-def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+def _library_reads_files(loop_may_block: None) -> None:
     """The library reads kubeconfigs in a coroutine;
     we run that in a thread and on a loop of its own, which it may block.
     """
-    if _no_blocked_loop is not None:
-        _no_blocked_loop.deactivate()
 
 
 @pytest.fixture

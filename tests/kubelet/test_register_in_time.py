@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockbuster import BlockBuster
 
 from tests.kubelet.backend import FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
@@ -77,13 +76,12 @@ class Answers:
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch, _no_blocked_loop: BlockBuster) -> None:
+def at_once(monkeypatch: pytest.MonkeyPatch, loop_may_block: None) -> None:
     """Do in the loop what is done in threads: virtual time does not wait for threads."""
 
     async def run(function: Callable[..., Any], *args: object, **named: object) -> Any:
         return function(*args, **named)
 
-    _no_blocked_loop.deactivate()
     monkeypatch.setattr(asyncio, "to_thread", run)
 
 

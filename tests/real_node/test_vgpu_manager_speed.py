@@ -68,7 +68,7 @@ def test_twenty_pods_run_about_as_soon_as_pods_without_a_gpu(
     with Extender(extender_rig):
         _seconds(extender_rig, "warm", gpu=False)  # what is slow only once is no delay
         while len(without) < _LEAST_ROUNDS or (
-            min(with_gpu) > 1.2 * min(without) and len(without) < _MAX_ROUNDS
+            min(with_gpu) > _MUCH_LATER * min(without) and len(without) < _MAX_ROUNDS
         ):
             without.append(_seconds(extender_rig, f"without-{len(without)}", gpu=False))
             with_gpu.append(_seconds(extender_rig, f"with-{len(with_gpu)}", gpu=True))

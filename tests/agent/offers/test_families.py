@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 import pytest
-from blockbuster import BlockBuster
 
 from tests import constants
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
@@ -41,10 +40,8 @@ GPU, MIG, REPLICAS = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", 40
 
 
 @pytest.fixture(autouse=True)
-def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
+def _library_reads_files(loop_may_block: None) -> None:
     """Let the library read files on the event loop, as the tests of the wiring do."""
-    assert _no_blocked_loop is not None
-    _no_blocked_loop.deactivate()
 
 
 def shared(replicas: int) -> Sharing:
