@@ -36,7 +36,7 @@ _LOOK_SECONDS = 0.01
 
 
 class LateWeb:
-    """The placeholder of the server until `start`; use it as an async context.
+    """The web server, which begins to listen with `start`; use it as an async context manager.
 
     State: the server, None before `start`.
     """
@@ -48,7 +48,7 @@ class LateWeb:
         reviews: Reviews | None = None,
     ) -> None:
         """Keep what the server needs. ``status`` returns the state of the agent; ``reviews`` asks
-        the API server whether the owner of a scraper's token may get a path, and is None where
+        the API server whether the owner of a scraper's token may GET a path, and is None where
         there is no API server to ask: then each such scraper gets an error.
         """
         self._status = status

@@ -1,4 +1,4 @@
-"""Messages to the owners of pods whose containers were started, but not as they asked.
+"""Messages to the owners of pods: a container was started, but not as its pod asked.
 
 Either a scheduler assigned more of a device than the device has (`overcommits`), or a family could
 not follow an annotation of the pod. `cluster` turns each message into an event, with its rate

@@ -2,9 +2,9 @@
 and the agent after a restart.
 
 `runtime.grants` makes the text of a spec file here, and reads the record of a grant back out of it.
-Format: CDI 0.6.0, the first version with annotations, which hold the record
-(https://github.com/cncf-tags/container-device-interface). The runtime refuses a whole file over one
-unknown field, so there is nothing else of ours in it.
+Format: CDI 0.6.0, the first version with annotations, which hold the record, or a newer one where
+inlined edits need it (https://github.com/cncf-tags/container-device-interface). The runtime refuses
+a whole file over one unknown field, so there is nothing else of ours in it.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ def other_names(edits: Edits) -> tuple[str, ...]:
     them, only contain their edits.
 
     Raises:
-        HostFileError: there are annotations that are something else.
+        HostFileError: an annotation has a value that is no list of CDI names.
     """
     others = {key: value for key, value in edits.annotations.items() if not _NAMES.fullmatch(value)}
     if others:
         raise HostFileError(
-            f"a CDI spec cannot carry annotations ({', '.join(others)}); choose binding.mode early"
+            f"a CDI spec cannot give annotations to a container ({', '.join(others)}); choose "
+            "binding.mode early"
         )
     annotated = (name for value in edits.annotations.values() for name in value.split(","))
     return tuple(dict.fromkeys([*edits.cdi_names, *annotated]))
@@ -199,7 +200,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "shares": msgspec.json.encode(record.shares).decode(),
         "by": record.decider,
         "decided-at": repr(record.decided_at),
-        "collected": record.own_directory,  # on the host; removed (collected) once the pod is gone
+        "collected": record.own_directory,  # on the host; the agent removes it once the pod is gone
         # a scheduler decided, so the shares may exceed the device's compute or number of holders
         **({"may-overcommit": "true"} if record.may_overcommit else {}),
         # the init containers that this start shows not to be running, so they hold nothing now

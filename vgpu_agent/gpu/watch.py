@@ -56,15 +56,15 @@ POLL_SECONDS = 5.0
 INIT_RETRY_SECONDS = 30.0
 # A GPU whose call hangs for longer than this is Unhealthy.
 HUNG_UNHEALTHY_SECONDS = 15.0
-# A poll ahead of time comes no sooner after the previous one than this part of the regular
-# interval: a card may send a thousand events a second.
+# The shortest pause before an early poll or look, as a part of the regular interval: a card may
+# send a thousand events a second.
 _SHORTEST_INTERVAL = 0.1
 # New MIG instances reach the kubelet within two seconds (docs/architecture.md); this is the part
 # until they are seen.
 _MIG_LOOK_SECONDS = 1.0
 _LOOK_PAUSES = 4.0  # the least pause after a look for MIG instances, in durations of that look
-# The same XID on the same GPU gets one entry in this time: a storm of XIDs must not push everything
-# else out of the journal.
+# The same XID of a GPU or MIG instance gets one entry in this time: a storm of XIDs must not push
+# everything else out of the journal.
 _XID_PAUSE_SECONDS = 10.0
 
 
@@ -72,8 +72,8 @@ class GpuWatch:
     """The agent's knowledge of its GPUs.
 
     State: the health of each GPU seen since the start, in memory only; after a restart the first
-    reading decides on it anew. All methods belong to the event loop; only the NVML thread
-    (`thread`) calls the driver.
+    reading decides on it anew. All methods but `_pass_on` are called on the event loop. Only the
+    NVML thread (`thread`) calls the driver.
     """
 
     def __init__(
@@ -122,8 +122,9 @@ class GpuWatch:
         self._reopening = Reopening(interval_seconds=POLL_SECONDS)
         # of each XID event: when it was last recorded (monotonic), and how many were left out since
         self._xids: dict[DeviceEvent, tuple[float, int]] = {}
-        # journals a problem when it begins or changes, and anew after `forget`. Its subjects: the
-        # ``driver``, the waiting for ``events`` and the ``samples`` of processes' usage.
+        # tells whether a problem is new or has changed, so that it is journalled once; `forget`
+        # makes it new again. Its subjects: the ``driver``, the waiting for ``events`` and the
+        # ``samples`` of processes' usage.
         self._problems = log.ChangeFilter()
         self._wake = asyncio.Event()
         # monotonic seconds; a look is that for other MIG instances (`_look`)
@@ -137,7 +138,7 @@ class GpuWatch:
     async def start(self) -> None:
         """Open the driver and read the GPUs; afterwards `inventory` is filled.
 
-        Without a driver and with ``failOnInitError: false`` it returns with an empty inventory, and
+        If that fails and ``failOnInitError`` is false, it returns with an empty inventory, and
         `run` tries again.
 
         Raises:
@@ -163,7 +164,8 @@ class GpuWatch:
         """
         while True:
             self._beat()
-            # unlike `_look`: the thread reports a call that hangs, or that has returned
+            # not `_look`: reports through `_on_hung` that the thread's call hangs, and through
+            # `_on_answering` that it has returned
             self._thread.look()
             self._judge_hang()
             now = time.monotonic()
@@ -192,8 +194,8 @@ class GpuWatch:
         self._thread.sampler.aim(gpus, sink)
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Close the driver; False when a call still hangs after ``timeout_seconds``,
-        which does not delay the exit.
+        """Close the driver. Return False when a call still hangs after ``timeout_seconds``; the
+        process can end all the same.
         """
         self._thread.stop()
         return await self._thread.stopped(timeout_seconds)
@@ -235,7 +237,8 @@ class GpuWatch:
         """Read every GPU; when cards came or went, once more with the driver reopened.
 
         Raises:
-            AgentError: nothing could be read; the inventory shows it already.
+            AgentError: nothing could be read. The inventory shows that already, unless a call
+                hangs: then `_judge_hang` makes its GPU Unhealthy.
         """
         now = self._polled_at = time.monotonic()
         self._next_poll = now + INIT_RETRY_SECONDS
@@ -249,7 +252,7 @@ class GpuWatch:
             raise
         except NvmlError as err:
             self._reopening.driver_failed = True  # so a later reading closes and opens the driver
-            self._driver_failed(str(err), NvmlState.ANSWERING)  # by an error: not missing, not hung
+            self._driver_failed(str(err), NvmlState.ANSWERING)  # with an error
             self._schedule_poll()
             raise
         except NvmlHungError:
@@ -320,7 +323,7 @@ class GpuWatch:
                     for uuid, problem in inventories.silent_instances(gpu, card).items()
                 }
                 self._healths.probed(gpu, card.probe, now, silent=silent)
-        if snapshot.links is not None:  # they were read anew, because GPUs came or went
+        if snapshot.links is not None:  # read anew: other GPUs answer, or the driver was reopened
             kept = {  # the links of a GPU that does not answer, which could not be read
                 pair: link
                 for pair, link in self._links.items()
@@ -431,8 +434,8 @@ class GpuWatch:
         )
 
     def _on_wait_failed(self, problem: str) -> None:
-        """Read the cards at once, and open a new event queue in place of the broken one;
-        no GPU is Unhealthy because of it.
+        """Ask for an early poll with the driver reopened, which makes a new event set. No GPU is
+        Unhealthy because of the failed wait.
         """
         if self._problems.is_new("events", problem):
             self._reopening.driver_failed = True
@@ -476,8 +479,8 @@ class GpuWatch:
         self._want_poll()
 
     def _judge_hang(self) -> None:
-        """Make the GPU of a hung call Unhealthy after a while;
-        done here, since the thread cannot report anything.
+        """Make the GPU of a hung call Unhealthy after `HUNG_UNHEALTHY_SECONDS`. The loop does it,
+        because the thread is inside that call.
         """
         call = self._thread.hang
         if call is None or time.monotonic() - call.started < HUNG_UNHEALTHY_SECONDS:

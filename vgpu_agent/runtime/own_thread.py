@@ -1,9 +1,9 @@
 """A separate thread for work on files that containers can reach.
 
-The kubelet waits for what runs in asyncio's own threads. Work on what a tenant has left behind may
-take long, or hang with the disk, so it never runs there. One `OwnThread` does one job at a time.
-The caller of a job that takes too long gets an error with its path, and no other job begins before
-it has returned.
+Calls of the kubelet use the threads of asyncio (`asyncio.to_thread`), so these must stay free. Work
+on what a tenant has left behind may take long, or hang with the disk, so it never runs there. One
+`OwnThread` does one job at a time. If a job takes too long, its caller gets an error that names the
+path. Until that job has returned, `run` refuses new jobs with the same error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NotReturnedError(HostFileError):
     """A job takes too long: it has not returned ``how_long``, such as "within 5 s".
 
     Attributes:
-        what: the path that it works on, or its work in words.
+        what: what the job works on: a path, or words.
     """
 
     def __init__(self, what: str, how_long: str) -> None:
@@ -48,16 +48,16 @@ class OwnThread:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # what it works on, when it began (monotonic seconds), and its result
+        # what it works on, when it was queued (monotonic seconds), and its result
         self._abandoned: tuple[str, float, asyncio.Future[Any]] | None = None
 
     async def run(self, what: str, call: Callable[[], T], *, seconds: float) -> T:
         """Run ``call`` in the thread, and return its result.
 
         Args:
-            what: the path that it works on, or its work in words; for messages.
+            what: what the job works on, a path or words; for messages.
             call: the job, which may block.
-            seconds: how long it may take.
+            seconds: how long it may take, with the wait for the jobs before it.
 
         Raises:
             NotReturnedError: it takes too long, or an earlier job has not returned yet.
@@ -72,16 +72,16 @@ class OwnThread:
             self._thread.start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        began = time.monotonic()
+        queued = time.monotonic()
         self._jobs.put((loop, future, call))
         try:
             done, _ = await asyncio.wait([future], timeout=seconds)
         except asyncio.CancelledError:
-            # the thread finishes it, and the next job waits for that
-            self._abandoned = what, began, future
+            # the thread finishes the job, and `run` refuses others until then
+            self._abandoned = what, queued, future
             raise
         if not done:
-            self._abandoned = what, began, future
+            self._abandoned = what, queued, future
             raise NotReturnedError(what, f"within {seconds:g} s")
         try:
             return future.result()

@@ -2,8 +2,8 @@
 Nodes.
 
 Almost all of them are in one domain, which the operator may replace (``--domain``, vgpu-manager
-§1.2). The version labels of the Node and the keys below ``vgpu-manager.io/`` are in a domain of
-their own.
+§1.2). Two kinds keep theirs: the version labels of the Node (``nvidia.com/``) and the keys below
+``vgpu-manager.io/``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import msgspec
 
 DEFAULT_DOMAIN = "nvidia.com"
 
-# Keys that no domain replaces (vgpu-manager §1.2, §3, §4.1). The last one exempts a pod, or all
-# pods of a namespace, from the webhook.
+# Keys whose domain ``--domain`` does not replace (vgpu-manager §1.2, §3, §4.1). The last one
+# exempts a pod, or all pods of a namespace, from the webhook.
 DRIVER_VERSION_LABEL = "nvidia.com/node-driver-version"
 CUDA_VERSION_LABEL = "nvidia.com/node-cuda-version"
 CUDA_MAJOR_LABEL = "nvidia.com/node-cuda-major"
@@ -159,8 +159,9 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def predicate_time(self) -> str:
-        """The time when the extender chose the node, in unix nanoseconds; or `pod_state.FINISHED`
-        (the largest signed 64-bit number) once the pod has its shares or has failed.
+        """The time when the extender last chose the node or bound the pod, in unix nanoseconds; or
+        `pod_state.FINISHED` (the largest signed 64-bit number) once the pod has its shares or has
+        failed.
         """
         return self._key("predicate-time")
 

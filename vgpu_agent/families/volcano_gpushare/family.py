@@ -3,9 +3,9 @@ Volcano's own device plugin offers them.
 
 Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a
 container gets its card and an amount of memory, and nothing enforces them. The ids are only
-counted. A *unit* is one of what a limit counts: an amount of memory, or a card. The pod's card is
-in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent for pods that
-no GPU scheduler has placed.
+counted. A limit counts *units*: a unit is `gpuMemoryFactor` MiB of memory, or a card. The pod's
+card is in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent for
+pods that no GPU scheduler has placed.
 
 The number of a card is the index that NVML gave it when all cards answered. A card that is lost
 keeps its number as long as this agent runs, so ids and annotations of running pods keep their
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 GPU_INDEX = "volcano.sh/gpu-index"
 PREDICATE_TIME = "volcano.sh/predicate-time"  # when the card was chosen, in unix nanoseconds
-GPU_ASSIGNED = "volcano.sh/gpu-assigned"  # "true" once all but init containers have started
+# "true" once all containers that ask for GPUs have started, init containers apart
+GPU_ASSIGNED = "volcano.sh/gpu-assigned"
 # of the Node: the numbers of the cards that schedulers must not use
 UNHEALTHY_IDS = "volcano.sh/gpu-unhealthy-ids"
 # of the Node: the time of a scheduler's lock; while it is there, schedulers bind no other pod to it
@@ -200,8 +201,9 @@ class VolcanoGpushareFamily:
 
     def named_gpus(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         """Return container → the UUIDs of its cards, which ``volcano.sh/gpu-index`` names: they are
-        claimed for the pod. A container with a card in MIG mode is left out. Empty where the pod
-        needs more than the node has.
+        claimed for the pod. Empty where the pod needs more memory than one card has, or more cards
+        than the node has. Left out are init containers, containers with a card in MIG mode, and
+        those whose part of the annotation cannot be followed.
         """
         text, name = pod.annotations.get(GPU_INDEX), self._resource_name
         if text is None or not 0 < (needed := units(pod, name)) <= self._most_units(inventory):
@@ -233,8 +235,9 @@ class VolcanoGpushareFamily:
         return named
 
     def recall(self, question: Question) -> Decision | None:
-        """Return the annotation's decision, for a container that runs already. None for a pod
-        without the annotation: this agent has placed it, and has not written the annotation yet.
+        """Return the decision that the annotation shows, for a container that runs already. None
+        where it cannot be followed, or where there is none: then this agent has placed the pod and
+        has not written the annotation yet.
         """
         text = question.pod.annotations.get(GPU_INDEX)
         if text is None:
@@ -274,12 +277,11 @@ class VolcanoGpushareFamily:
     # -- state of pod and node ---------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
-        """Return ``gpu-assigned`` once the last container has started; if we placed the pod, also
-        its cards, so that the scheduler counts them. Nothing where the pod has ``failed``: it will
-        never start here.
-
-        An init container alone assigns nothing, because the pod's other containers are still to
-        come.
+        """Return the annotations of the pod. If this agent has placed it, its cards are among them
+        as soon as all are known, so that the scheduler counts them. ``gpu-assigned`` follows when
+        all containers that ask for GPUs have started; init containers do not count for it, because
+        the others are still to come. Nothing where the pod has ``failed``: it will never start
+        here.
         """
         served = {
             name: grant
@@ -339,8 +341,8 @@ class VolcanoGpushareFamily:
         usable = {
             numbers[room.device] for room in rooms if not room.trouble and room.device in numbers
         }
-        # A card that did not answer at the start has a number and no id. The scheduler counts from
-        # 0 without a gap, so it is counted, too.
+        # A card that has not answered since the agent's start has no id. The scheduler counts from
+        # 0 without a gap, so such a card is counted where one with a higher number is known.
         count = max(numbers.values(), default=-1) + 1
         unusable = [str(number) for number in range(count) if number not in usable]
         return DesiredNode(
@@ -382,7 +384,7 @@ class VolcanoGpushareFamily:
         )
         problem = (
             f"the GPUs differ in size and the scheduler treats them as equal: {cards}; set "
-            "volcanoGpushare.unequalGpus: minimum to offer the smallest size of each, or "
+            "volcanoGpushare.unequalGpus: minimum to offer each with the size of the smallest, or "
             "volcanoGpushare.strategy: number to offer whole GPUs"
         )
         raise OfferError({MEMORY_RESOURCE: problem})
@@ -435,15 +437,15 @@ class VolcanoGpushareFamily:
         return _size_mib(inventory.numbered) // self._factor(inventory)
 
     def _refuse_other_amount(self, question: Question) -> None:
-        """Refuse a container whose limit is not the number of ids from the kubelet: the pod is then
-        not the admitted one.
+        """Refuse a container that the pod lacks, or whose limit is not the number of ids from the
+        kubelet or cannot be read: the pod is then not the one that was admitted.
         """
         pod, name = question.pod, question.resource.name
         container = pod.container(question.container)
         if container is None:
             raise RequestRefusedError(
-                f"pod {pod.full_name} has no container {question.container}, for which the "
-                f"kubelet names {name}"
+                f"pod {pod.full_name} has no container {question.container}, to which the "
+                f"kubelet has given {name}"
             )
         if name in container.unreadable_limits:
             shown = _shown(container.unreadable_limits[name])
@@ -514,8 +516,8 @@ class VolcanoGpushareFamily:
             raise _unplaced(question, err, "deviceshare.GPUSharingEnable") from err
 
     def _idle_gpus(self, question: Question) -> tuple[Gpu, ...]:
-        """Return the container's cards among those of the pod: the cards that its containers have
-        already, and the first idle ones.
+        """Return the cards of one container. The pod's cards are those that its containers have
+        already, filled up with the first idle ones; the container's are those at its places.
         """
         gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
         taken = self._by_place(question.pod, question.siblings)
@@ -541,7 +543,9 @@ class VolcanoGpushareFamily:
         )
 
     def _by_place(self, pod: Pod, shares: Mapping[str, Sequence[Share]]) -> dict[int, str]:
-        """Map each position among the pod's cards to the UUID of the card that a container has."""
+        """Map each *place*, a position among the pod's cards from 0, to the UUID of the card that a
+        container has there.
+        """
         first = first_units(pod, self._resource_name)
         return {
             first[name] + offset: share.device
@@ -591,7 +595,7 @@ def _free_mib(room: DeviceRoom, size_mib: int) -> int:
 
 def _unplaced(question: Question, reason: CapacityError, switch: str) -> CapacityError:
     """Return the refusal of a pod that this agent has to place and cannot; ``switch`` is the option
-    of Volcano's scheduler with which that would place it.
+    with which Volcano's scheduler would place it.
     """
     return CapacityError(
         f"pod {question.pod.full_name} has no {GPU_INDEX}, so this agent places it, and cannot: "

@@ -49,7 +49,7 @@ class VolcanoGpushare(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
         Meta(
             description=(
                 "GPUs of different size, which the scheduler cannot tell apart: offer nothing and "
-                "say why, or offer the smallest size of each."
+                "say why, or offer each with the size of the smallest."
             )
         ),
     ] = "refuse"

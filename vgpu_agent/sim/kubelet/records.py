@@ -2,10 +2,11 @@
 and their checkpoint. A *device* is one of the device plugin API here, named by its id, and a *node*
 in a name is a NUMA node.
 
-Used by `kubelet` in this package only. Behaviour and the checkpoint's format follow the real device
-manager (kubelet §4, §5, §9): a device is free again not when its pod ends but at the next clean-up,
-and the checkpoint is rewritten at each list and each allocation. Unchanged parts are encoded once:
-with 110 pods and 50,000 ids the stand-in would otherwise be slower than the agent under test.
+Used by `kubelet` and `pod_resources` in this package. Behaviour and the checkpoint's format follow
+the real device manager (kubelet §4, §5, §9): a device is free again not when its pod ends but at
+the next clean-up, and the checkpoint is rewritten at each ListAndWatch message and each allocation.
+Unchanged parts are encoded once: with 110 pods and 50,000 ids the stand-in would otherwise be
+slower than the agent under test.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ class Allocation:
 
 
 class Records:
-    """Allocations and devices of the node, written through to the checkpoint in ``directory``.
+    """Allocations and devices of the node, in memory. `write_checkpoint` writes them to the
+    checkpoint in ``directory``.
 
     State: in addition to `devices` and `allocations`, the ids of the call of Allocate that is under
     way, and cached results of frequent calls.
@@ -150,14 +152,17 @@ class Records:
         self._path = directory / CHECKPOINT
         self.devices: dict[str, ResourceDevices] = {}
         self.allocations: list[Allocation] = []
-        self.forgotten = 0  # ids that another container may get, although a plugin was asked
+        # how many ids `clean_up` has set free while an Allocate of them was under way, so that two
+        # containers may get them
+        self.forgotten = 0
         # by resource: ids that no other container gets, because a plugin has been asked for them
         self._asked_for: dict[str, set[str]] = {}
-        # by resource: the healthy ids by which the free ones were found, and these; another dict of
-        # healthy ids makes the entry outdated
+        # by resource: the healthy ids, and the free ones among them; outdated when the resource has
+        # another dict of healthy ids
         self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}
         self._held: dict[tuple[str, str], list[Allocation]] | None = None  # by UID and container
-        # lists and allocations come at the same time; the file is written for one after the other
+        # ListAndWatch messages and allocations come at the same time; the file is written for one
+        # after the other
         self._writing = threading.Lock()
 
     def in_use(self, resource: str) -> set[str]:
@@ -207,7 +212,7 @@ class Records:
     ) -> Allocation:
         """Book ids for a container, after `asking`."""
         # Compute the free ids before the allocation is there: if `clean_up` has forgotten these ids
-        # meanwhile, they stay free for the next container.
+        # meanwhile, they stay free for the next container, as in a real kubelet (kubelet §7).
         self.free(resource)
         known = self.devices[resource]
         by_node: dict[str, list[str]] = {}
@@ -222,9 +227,9 @@ class Records:
         return allocation
 
     def clean_up(self, live_pod_uids: Collection[str]) -> None:
-        """Forget what ended pods held; kubelet does this before an allocation and at each List, and
-        does not rewrite the file for it. Like a real one, it also forgets the ids of the call of
-        Allocate that is under way, if a pod has ended since that began (kubelet §7).
+        """Forget what ended pods held. The kubelet does this before an allocation and at each List
+        of pod-resources, and does not rewrite the file for it. Like the real one, it also forgets
+        the ids of an Allocate under way, if a pod has ended since that call began (kubelet §7).
         """
         left = [each for each in self.allocations if each.pod_uid in live_pod_uids]
         if len(left) < len(self.allocations):
@@ -253,7 +258,8 @@ class Records:
             ],
         )
         content = [b'{"PodDeviceEntries":', *entries, b',"RegisteredDevices":{', *registered, b"}}"]
-        # A number in place of the kubelet's checksum: that one covers a dump that only Go can make.
+        # Not the kubelet's checksum, which is that of a text that only Go can make of the data. The
+        # agent does not check it.
         checksum = zlib.crc32(b"".join(b"%d," % len(piece) for piece in content))
         temporary = self._path.with_name(f".{self._path.name}.new")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -266,7 +272,7 @@ class Records:
 
     def read_checkpoint(self) -> None:
         """Begin as a restarted kubelet does: allocations are known, each resource has no devices
-        until its plugin returns.
+        until its plugin has registered again and sent them.
 
         After an unreadable file nothing is known, as in a real kubelet.
         """

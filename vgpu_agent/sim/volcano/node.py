@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class NodeRoom:
-    """The free resources of one node.
+    """The free resources of one node, as the scheduler counts them.
 
     Attributes:
         node: the Node object.
         free: resource → allocatable amount, less the requests of the pods that have not ended.
-        devices: the ledger of the node's cards; None where the scheduler finds no cards to share.
+        devices: the scheduler's own accounts of the node's cards; None where it finds no cards to
+            share.
     """
 
     node: Object
@@ -45,8 +46,8 @@ class NodeRoom:
     def place(self, pod: Object, now: float) -> Placed | tuple[str, ...]:
         """Book the pod on this node.
 
-        Where the scheduler finds no cards on the node, only the amounts of resources are checked,
-        and the pod gets no annotations (volcano-vgpu §2.2).
+        Where the scheduler finds no cards on the node, no cards are checked or booked, and the pod
+        gets no annotations (volcano-vgpu §2.2).
 
         Args:
             pod: the pod, not bound yet.
@@ -71,10 +72,8 @@ class NodeRoom:
         return placed
 
     def lock_key(self, pod: Object) -> str:
-        """Return the annotation of the Node by which the scheduler locks it while it binds the pod;
-        empty if it needs no lock.
-
-        The scheduler takes no lock where node locks are switched off.
+        """Return the key of the annotation with which the scheduler locks the Node while it binds
+        the pod; empty if the pod needs no lock. The caller knows whether node locks are on.
         """
         return (
             self.devices.lock_key
