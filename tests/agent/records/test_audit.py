@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.golden import U0, U1, golden_inventory
 from tests.ledger.book_parts import SERVE, WHOLE, Clock, book, held, make, reconcile
-from tests.patience import eventually
+from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.agent.records.audit import AuditLog
 from vgpu_agent.config.audit import Audit
 from vgpu_agent.journal import Journal
@@ -110,6 +111,34 @@ async def test_grants_from_before_the_start_are_found_and_the_decider_is_named(
     await world.log.close()
     assert [line["event"] for line in world.lines] == ["started", "found", "stopped"]
     assert world.lines[1]["pod"] == "serve"
+
+
+async def test_a_stop_in_the_middle_of_a_write_neither_repeats_nor_loses_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk takes its time, and the loop is cancelled before it knows that its lines are in the
+    file.
+    """
+    world = World(tmp_path / "audit.jsonl")
+    reconcile(world.ledger, held(U1, owner=SERVE), initial=True)
+    writing, go_on = threading.Event(), threading.Event()
+    append = world.log._append
+
+    def append_slowly(content: bytes) -> None:
+        writing.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        append(content)
+
+    monkeypatch.setattr(world.log, "_append", append_slowly)
+    task = asyncio.ensure_future(world.log.run())
+    await eventually(writing.is_set)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    closing = asyncio.ensure_future(world.log.close())
+    await asyncio.sleep(0.01)
+    go_on.set()
+    await closing
+    assert [line["event"] for line in world.lines] == ["started", "found", "stopped"]
 
 
 async def restarted(world: World) -> list[str]:

@@ -11,6 +11,7 @@ line.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import datetime as dt
@@ -94,6 +95,7 @@ class AuditLog:
         # the containers that have a line of the previous process; None where that is not certain
         self._before: frozenset[_Holder] | None = None
         self._waiting: collections.deque[bytes] = collections.deque()
+        self._writing: asyncio.Task[bool] | None = None  # the last write
         self._lost = 0  # lines that were dropped since the last write, because too many waited
         self._changes = log.ChangeFilter()  # so that a failure is logged once, not at each try
 
@@ -112,7 +114,11 @@ class AuditLog:
             await versions.passed(timeout_seconds=None if written else _RETRY_SECONDS)
 
     async def close(self) -> None:
-        """Write the last lines."""
+        """Write the last lines. The loop may have been cancelled during a write: then it is not
+        known yet which lines are in the file, so this waits for the end of that write.
+        """
+        if self._writing is not None:
+            await asyncio.wait((self._writing,))
         self.look()
         self._add("stopped")
         await self.write()
@@ -149,10 +155,14 @@ class AuditLog:
 
     async def write(self) -> bool:
         """Append the waiting lines to the file; return whether none waits any more. A failure is
-        logged once, and the lines wait for the next call.
+        logged once, and the lines wait for the next call. A cancellation does not cut this short.
         """
         if not self._waiting:
             return True
+        self._writing = asyncio.ensure_future(self._write())
+        return await asyncio.shield(self._writing)
+
+    async def _write(self) -> bool:
         if self._lost:
             self._waiting.appendleft(_line(self._clock(), "lost", {"lines": self._lost}))
         lines = tuple(self._waiting)
