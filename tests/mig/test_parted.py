@@ -231,11 +231,20 @@ async def test_a_tool_that_outlives_its_agent_has_the_lock(
         await asyncio.to_thread(end_tools, node)
 
 
+@pytest.mark.parametrize(
+    "behaviour", [Misbehaviour(seconds=FOR_EVER_SECONDS), Misbehaviour(hangs=True)]
+)
 async def test_a_run_that_is_cancelled_leaves_no_tool_behind(
-    node: SimulatedNode, parted: MigParted
+    node: SimulatedNode,
+    parted: MigParted,
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: Misbehaviour,
 ) -> None:
-    """The agent is stopped while the tool runs: the tool is ended with it."""
-    await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=FOR_EVER_SECONDS))
+    """The agent is stopped while the tool runs: the tool is ended with it, also one that ignores
+    SIGTERM.
+    """
+    monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.2)
+    await asyncio.to_thread(misbehave, node.directory, behaviour)
     run = asyncio.get_running_loop().create_task(parted.export(2))
     await until_called(node)
     run.cancel()

@@ -131,15 +131,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-f", "--config-file", type=Path)
     parser.add_argument("-c", "--selected-config", default="")
     given = parser.parse_args(arguments)
-    with (given.node / _LOG).open("a") as log:
-        log.write(json.dumps(list(sys.argv[2:] if arguments is None else arguments[1:])) + "\n")
     faults = given.node / _FAULTS
     fault = Misbehaviour(**json.loads(faults.read_text())) if faults.exists() else Misbehaviour()
     if fault.command not in {"", given.command}:
         fault = Misbehaviour()
-    time.sleep(fault.seconds)
     if fault.hangs:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with (given.node / _LOG).open("a") as log:
+        log.write(json.dumps(list(sys.argv[2:] if arguments is None else arguments[1:])) + "\n")
+    time.sleep(fault.seconds)
+    if fault.hangs:
         while True:
             time.sleep(3600)
     if fault.fails:
