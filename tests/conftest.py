@@ -155,7 +155,9 @@ def _no_loop_by_accident(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def loop_may_block(pytestconfig: pytest.Config) -> None:
-    """Let the test block its event loop, unlike others (`pytest_runtest_setup`)."""
+    """Let the test block its event loop, unlike others (`pytest_runtest_setup`). It comes before
+    what replaces a function that blocks: to stop the search puts the original there again.
+    """
     pytestconfig.stash[_detector].deactivate()
 
 

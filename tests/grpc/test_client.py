@@ -18,6 +18,13 @@ from vgpu_agent.grpc.server import GrpcServer
 from vgpu_agent.grpc.sockets import bind
 
 
+def _cancelled_times() -> int:
+    """Return how often the cancellation of this test was requested and not taken back."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
+
+
 async def test_a_missing_socket_is_an_error_of_ours(directory: Path) -> None:
     """grpclib lets a plain OSError through; callers catch one family."""
     with pytest.raises(
@@ -52,6 +59,7 @@ async def test_an_answer_that_does_not_come_is_an_error_of_ours(served: Served) 
         CallError, match=r"Hang on .* was not answered within 0\.05 s|DEADLINE_EXCEEDED"
     ):
         await call(served.path, HANG, b"", timeout_seconds=0.05)
+    assert _cancelled_times() == 0
 
 
 async def test_a_peer_that_never_speaks_is_an_error_of_ours(directory: Path) -> None:
@@ -82,9 +90,9 @@ async def test_a_peer_that_speaks_something_else_is_an_error_of_ours(
 
 
 async def test_a_connection_that_breaks_off_cancels_nothing_of_the_callers(served: Served) -> None:
-    """grpclib wakes the task that waits by a cancellation that it never takes back. A task that
-    lives on, such as a loop of `Supervisor`, could not tell that from its own end. On Python 3.11.2
-    none of its later time limits would end with a TimeoutError.
+    """grpclib wakes the task that waits by a cancellation that it never takes back, here and where
+    the time is over. A task that lives on, such as a loop of `Supervisor`, could not tell that from
+    its own end. On Python 3.11.2 none of its later time limits would end with a TimeoutError.
     """
 
     async def break_off() -> None:
@@ -96,9 +104,7 @@ async def test_a_connection_that_breaks_off_cancels_nothing_of_the_callers(serve
     with pytest.raises(CallError, match="broke off"):
         await call(served.path, HANG, b"", timeout_seconds=PATIENCE_SECONDS)
     await breaking
-    task = asyncio.current_task()
-    assert task is not None
-    assert task.cancelling() == 0
+    assert _cancelled_times() == 0
 
 
 async def test_who_is_cancelled_during_a_call_ends(served: Served) -> None:

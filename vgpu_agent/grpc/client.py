@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpclib
 from grpclib.client import Channel
@@ -14,7 +14,7 @@ from vgpu_agent.errors import AgentError
 from vgpu_agent.grpc.connection import Bytes, Connection
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
     from pathlib import Path
 
     from grpclib.protocol import H2Protocol
@@ -128,17 +128,11 @@ async def _answer(
     timeout_seconds: float,
     on_connected: Callable[[], Awaitable[None]] | None = None,
 ) -> bytes:
-    """Make the call in a task of its own. Where a connection breaks off, grpclib wakes the task
-    that waits by cancelling it, and never takes that back. The caller's task would count as
-    cancelled from then on.
-    """
     name = method.rpartition("/")[2]
-    exchange = asyncio.ensure_future(
-        _exchange(channel, method, request, timeout_seconds, on_connected)
-    )
     try:
-        await asyncio.wait((exchange,), timeout=timeout_seconds)
-        response = exchange.result()
+        response = await _in_own_task(
+            _exchange(channel, method, request, timeout_seconds, on_connected), timeout_seconds
+        )
     except grpclib.GRPCError as err:
         text = err.message or ""
         raise CallError(
@@ -146,7 +140,7 @@ async def _answer(
             status=err.status.name,
             text=text,
         ) from err
-    except (asyncio.InvalidStateError, TimeoutError) as err:  # no result yet; grpclib's own limit
+    except TimeoutError as err:
         message = f"{name} on {socket_path} was not answered within {timeout_seconds:g} s"
         raise CallError(message, status=Status.DEADLINE_EXCEEDED.name) from err
     except OSError as err:
@@ -157,14 +151,35 @@ async def _answer(
         raise CallError(
             f"{name} on {socket_path} broke off: {err}", status=Status.UNAVAILABLE.name
         ) from err
-    finally:
-        exchange.cancel()
-        await asyncio.gather(exchange, return_exceptions=True)
     if response is None:
         raise CallError(
             f"{name} on {socket_path} was answered with no message", status=Status.UNKNOWN.name
         )
     return response
+
+
+async def _in_own_task(
+    exchange: Coroutine[Any, Any, bytes | None], timeout_seconds: float
+) -> bytes | None:
+    """Return the result of ``exchange``, which runs in a task of its own.
+
+    Where a connection breaks off or the time is over, grpclib wakes the task that waits by
+    cancelling it, and never takes that back (`asyncio.Task.uncancel`). The caller's task would
+    count as cancelled from then on.
+
+    Raises:
+        TimeoutError: it has not ended within ``timeout_seconds``.
+    """
+    task = asyncio.ensure_future(exchange)
+    try:
+        await asyncio.wait((task,), timeout=timeout_seconds)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del task  # its exception refers to this frame; without the cycle both go at once
 
 
 async def _exchange(
