@@ -5,6 +5,7 @@ then.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,23 @@ async def test_nothing_runs_and_nothing_is_made_where_no_library_wants_it(stage:
     assert stage.watch.aimed == []
 
 
+def _accepts_connections(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 async def test_the_registry_runs_while_processes_register(stage: Stage) -> None:
     """It comes and goes with the settings."""
     stage.want(registry=True)
-    socket = stage.folder / "registry" / "socket.sock"
-    await eventually(socket.exists)
+    path = stage.folder / "registry" / "socket.sock"
+    await eventually(lambda: _accepts_connections(path))
     assert stage.tasks == {"process registry", "process lists"}
     stage.want()
     await eventually(lambda: not stage.tasks)
+    assert not _accepts_connections(path)
     stage.want(registry=True)
-    await eventually(lambda: stage.tasks == {"process registry", "process lists"})
+    await eventually(lambda: _accepts_connections(path))
+    assert stage.tasks == {"process registry", "process lists"}
 
 
 async def test_only_gpus_are_sampled_on_which_compute_is_limited(stage: Stage) -> None:
