@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.agent.state_file import StateFile
 
 
@@ -41,6 +43,32 @@ async def test_facts_that_were_read_are_not_written_again(tmp_path: Path) -> Non
     assert await again.write({"a": 1})
     assert await asyncio.to_thread(os.listdir, tmp_path) == []
     assert await again.write({"a": 2})
+    assert await state_file(tmp_path).read() == {"a": 2}
+
+
+async def test_a_write_waits_for_one_whose_caller_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop is cancelled while its thread still writes, and the end of the process writes the last
+    facts: two at once would mix their content in the unfinished file.
+    """
+    file, writing, go_on = state_file(tmp_path), threading.Event(), threading.Event()
+    replace = os.replace
+
+    def replace_slowly(source: Path, target: Path) -> None:
+        writing.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_slowly)
+    first = asyncio.ensure_future(file.write({"a": 1}))
+    await eventually(writing.is_set)
+    first.cancel()
+    last = asyncio.ensure_future(file.write({"a": 2}))
+    await asyncio.sleep(0.05)
+    assert (tmp_path / "facts.new").read_bytes() == b'{"a":1}'
+    go_on.set()
+    assert await last
     assert await state_file(tmp_path).read() == {"a": 2}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -52,6 +53,9 @@ class StateFile(Generic[Facts]):
         self._when_unreadable = when_unreadable
         self._when_not_written = when_not_written
         self._written: Facts | None = None
+        # A thread goes on with a write whose caller was cancelled, and the next write has another
+        # thread.
+        self._replacing = threading.Lock()
         # why the last facts could not be written; None while the file has them
         self.failure: WriteFailure | None = None
         self._changes = log.ChangeFilter()  # of failures, so that a repeated one is not logged
@@ -111,8 +115,10 @@ class StateFile(Generic[Facts]):
         self.failure = None
 
     def _replace(self, content: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".new")  # always the same, so that nothing can pile up
-        unfinished.write_bytes(content)
-        unfinished.chmod(0o600)
-        os.replace(unfinished, self._path)
+        with self._replacing:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # always the same, so that nothing can pile up
+            unfinished = self._path.with_suffix(".new")
+            unfinished.write_bytes(content)
+            unfinished.chmod(0o600)
+            os.replace(unfinished, self._path)
