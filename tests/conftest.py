@@ -57,8 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Spare the garbage collector the tests themselves, a million objects that all stay. It would
-    look at them again and again, a tenth of the time of the unit tests.
+    """Spare the garbage collector the tests themselves: of the unit tests, 570,000 objects that
+    stay. It would look at them again and again, a tenth of the time.
     """
     gc.disable()
     try:
@@ -115,7 +115,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("component") or item.get_closest_marker("cluster"):
         detector.deactivate()
     else:
-        detector.activate()  # also what the test before did without
+        detector.activate()  # it may be off since the test before
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -164,8 +164,7 @@ class GpuWatch:
         """
         while True:
             self._beat()
-            # not `_look`: reports through `_on_hung` that the thread's call hangs, and through
-            # `_on_answering` that it has returned
+            # calls `_on_hung` if the thread's call hangs, and `_on_answering` once it has returned
             self._thread.look()
             self._judge_hang()
             now = time.monotonic()

@@ -179,7 +179,7 @@ async def _in_own_task(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        del task  # its exception refers to this frame; without the cycle both go at once
+        del task  # its exception refers to this frame: a cycle, which only the collector would free
 
 
 async def _exchange(

@@ -43,7 +43,7 @@ SPEC = FamilySpec(
     needs_api_server=True,
     resource_prefixes=(MEMORY_RESOURCE, NUMBER_RESOURCE),
     annotations=(GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
-    # the names of the variables that the family sets in containers
+    # a pattern: the variables that the family sets in containers
     variables="VOLCANO_GPU_(ALLOCATED|MEMORY_TOTAL)",
     # only shows how far a start has come; written after the annotations that schedulers count by
     progress_annotations=frozenset({GPU_ASSIGNED}),
