@@ -37,6 +37,7 @@ hypothesis.settings.load_profile("vgpu-agent")
 _IDLE_TURNS = 2
 
 _detector = pytest.StashKey[BlockBuster]()
+_log_handlers = pytest.StashKey[list[logging.Handler]]()
 
 # Where scripts/test collects tests of a kind; it looks for the others everywhere.
 _FOLDERS = {
@@ -94,7 +95,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare to find blocking calls on the event loop that our own code makes."""
+    """Prepare to find blocking calls on the event loop that our own code makes. Remove the shell's
+    settings for an agent, which are not meant for the ones under test.
+    """
+    for option in options.options():
+        os.environ.pop(option.variable, None)
+    for name in [name for name in os.environ if name.startswith("VGPU_AGENT_")]:
+        del os.environ[name]
+    config.stash[_log_handlers] = []
     detector = config.stash[_detector] = BlockBuster("vgpu_agent")
     # A module's file has an absolute name, so no disk is touched; without this, every traceback
     # that the agent logs would be lost.
@@ -106,6 +114,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Prepare what each test takes for granted. Autouse fixtures would cost a third of a
+    millisecond a test.
+    """
+    _find_blocking_calls(item)
+    _log_into_nothing(item.config.stash[_log_handlers])
+    if not inspect.iscoroutinefunction(getattr(item, "function", None)):
+        # A plugin that asks for "the" loop around a synchronous test must not be given a new one,
+        # which would never be closed.
+        asyncio.set_event_loop(None)
+
+
+def _find_blocking_calls(item: pytest.Item) -> None:
     """A blocking call on the event loop fails the test. Component and cluster tests run the agent
     in a process of its own, and may themselves block.
 
@@ -118,39 +138,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         detector.activate()  # it may be off since the test before
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _nobody_configures_the_tests() -> None:
-    """Remove the shell's settings for an agent, which are not meant for the ones under test."""
-    for option in options.options():
-        os.environ.pop(option.variable, None)
-    for name in [name for name in os.environ if name.startswith("VGPU_AGENT_")]:
-        del os.environ[name]
-
-
-@pytest.fixture(scope="session")
-def _log_handlers() -> list[logging.Handler]:
-    """The handler of `_log_into_nothing`, once there is one."""
-    return []
-
-
-@pytest.fixture(autouse=True)
-def _log_into_nothing(_log_handlers: list[logging.Handler]) -> None:
+def _log_into_nothing(handlers: list[logging.Handler]) -> None:
     """Lines are rendered as in production and kept out of the test report. A command that a test
     before ran in this process may have chosen another level and a stream that is closed now.
+
+    Args:
+        handlers: those of the last call, empty at first.
     """
     root = logging.getLogger()
-    if not _log_handlers or _log_handlers[0] not in root.handlers or root.level != logging.DEBUG:
+    if not handlers or handlers[0] not in root.handlers or root.level != logging.DEBUG:
         log.configure(level="debug", stream=io.StringIO())
-        _log_handlers[:] = root.handlers
-
-
-@pytest.fixture(autouse=True)
-def _no_loop_by_accident(request: pytest.FixtureRequest) -> None:
-    """A plugin that asks for "the" loop around a synchronous test must not be given a new one,
-    which would never be closed.
-    """
-    if not inspect.iscoroutinefunction(getattr(request, "function", None)):
-        asyncio.set_event_loop(None)
+        handlers[:] = root.handlers
 
 
 @pytest.fixture

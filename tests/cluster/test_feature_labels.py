@@ -85,12 +85,12 @@ async def test_labels_follow_the_configuration_and_stale_ones_go() -> None:
 
 
 async def test_nothing_is_written_twice_and_nothing_while_no_gpu_answers() -> None:
-    """A day costs one write."""
+    """Four hours cost one write."""
     world = World()
     async with world.run():
         await asyncio.sleep(1)
         world.desired = None
-        await asyncio.sleep(24 * 3600)
+        await asyncio.sleep(4 * 3600)
     assert len(world.api.requests) == 1
     assert world.labels == {PRODUCT: "A100", COUNT: "2"}
 
