@@ -1,4 +1,4 @@
-"""A small client of the rig's API server: JSON in, JSON out, one connection per request.
+"""A small client of the rig's API server: JSON in, JSON out, on connections that stay open.
 
 From the standard library alone, so that nothing the agent uses to talk to the API server can hide
 its own mistakes in the tests of it.
@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import select
 import socket
 import ssl
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from tests.real_node.rig.layout import Layout
 
 _TIMEOUT_SECONDS = 30.0
+_MAX_IDLE_SECONDS = 30.0
 _ADDRESS = (str(urlsplit(API_SERVER).hostname), 443)
 
 Json = dict[str, Any]
@@ -59,6 +63,7 @@ class _Connection(http.client.HTTPSConnection):
         super().__init__(*_ADDRESS, context=context, timeout=timeout_seconds)
         self._tls = context
         self._network_namespace = network_namespace
+        self.used_at = time.monotonic()
 
     def connect(self) -> None:
         if self._network_namespace is None:
@@ -70,17 +75,75 @@ class _Connection(http.client.HTTPSConnection):
             plain.settimeout(self.timeout)
         self.sock = self._tls.wrap_socket(plain, server_hostname=_ADDRESS[0])
 
+    def is_usable(self) -> bool:
+        """Tell whether the next request may go here. The server sends nothing between two requests,
+        so what can be read is the end. It ends a connection that is idle for minutes.
+        """
+        if self.sock is None or time.monotonic() - self.used_at > _MAX_IDLE_SECONDS:
+            return False
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return not poll.poll(0)
+
+
+class _Connections:
+    """The open connections to one API server that no request uses now. Who asks is not theirs to
+    know: that is in the headers of each request.
+    """
+
+    def __init__(self, context: ssl.SSLContext, network_namespace: str | None) -> None:
+        self._context = context
+        self._network_namespace = network_namespace
+        self._idle: list[_Connection] = []
+        weakref.finalize(self, _close, self._idle)
+
+    def new(self, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> _Connection:
+        """A connection of the caller's own, which the caller closes."""
+        return _Connection(self._context, self._network_namespace, timeout_seconds=timeout_seconds)
+
+    def take(self) -> _Connection:
+        """An idle connection, or a new one. Close it or give it `back`."""
+        with contextlib.suppress(IndexError):
+            while True:
+                connection = self._idle.pop()
+                if connection.is_usable():
+                    return connection
+                connection.close()
+        return self.new()
+
+    def back(self, connection: _Connection) -> None:
+        """Keep it for the next request; its answer has been read to the end."""
+        connection.used_at = time.monotonic()
+        self._idle.append(connection)
+
+    def close(self) -> None:
+        """Close all that are idle."""
+        _close(self._idle)
+
+
+def _close(connections: list[_Connection]) -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            connections.pop().close()
+
 
 class Api:
-    """Requests as one user. Paths are the API's own, e.g. ``/api/v1/namespaces/default/pods``."""
+    """Requests as one user. Paths are the API's own, e.g. ``/api/v1/namespaces/default/pods``.
 
-    def __init__(
-        self, context: ssl.SSLContext, token: str, network_namespace: str | None, user: str = ""
-    ) -> None:
-        self._context = context
+    Several threads may use it at once. `close` it before its API server's network goes away: an
+    open connection would keep the network alive.
+    """
+
+    def __init__(self, connections: _Connections, token: str, user: str = "") -> None:
+        self._connections = connections
         self._token = token
-        self._network_namespace = network_namespace
         self._user = user
+
+    def close(self) -> None:
+        """Close the connections that no request uses now, those of `as_bearer` and `as_user` as
+        well.
+        """
+        self._connections.close()
 
     @classmethod
     def of(
@@ -91,17 +154,18 @@ class Api:
         """
         context = ssl.create_default_context(cafile=str(layout.pki / "ca.crt"))
         kubeconfig = json.loads(layout.kubeconfig(user).read_text())
-        return cls(context, kubeconfig["users"][0]["user"]["token"], network_namespace)
+        token = kubeconfig["users"][0]["user"]["token"]
+        return cls(_Connections(context, network_namespace), token)
 
     def as_bearer(self, token: str) -> Api:
         """The same server, asked with another token, such as a service account's."""
-        return Api(self._context, token, self._network_namespace)
+        return Api(self._connections, token)
 
     def as_user(self, name: str) -> Api:
         """The same server, asked as a user whom this one impersonates. A service account of that
         name need not exist.
         """
-        return Api(self._context, self._token, self._network_namespace, name)
+        return Api(self._connections, self._token, name)
 
     def get(self, path: str) -> Json:
         """Raises: ApiError, as do all of these."""
@@ -143,11 +207,7 @@ class Api:
         context to stop earlier.
         """
         accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-        connection = _Connection(
-            self._context,
-            self._network_namespace,
-            timeout_seconds=timeout_seconds + _TIMEOUT_SECONDS,
-        )
+        connection = self._connections.new(timeout_seconds=timeout_seconds + _TIMEOUT_SECONDS)
         try:
             headers = {"Authorization": f"Bearer {self._token}", "Accept": accept}
             connection.request(
@@ -182,7 +242,7 @@ class Api:
         return self._json("DELETE", path, body)
 
     def send_all(self, requests: Iterable[tuple[str, str, Json]], *, connections: int = 8) -> None:
-        """Make many requests, each (method, path, body), on connections that stay open.
+        """Make many requests, each (method, path, body), on up to ``connections`` at once.
 
         Raises:
             ApiError: the first one that is refused; others may have been made by then.
@@ -191,25 +251,16 @@ class Api:
         lock = threading.Lock()
 
         def work(_: int) -> None:
-            connection = _Connection(self._context, self._network_namespace)
-            headers = {"Authorization": f"Bearer {self._token}"}
-            try:
-                while True:
-                    with lock:
-                        each = next(todo, None)
-                    if each is None:
-                        return
-                    method, path, body = each
-                    headers["Content-Type"] = (
-                        "application/merge-patch+json" if method == "PATCH" else "application/json"
-                    )
-                    connection.request(method, path, body=json.dumps(body), headers=headers)
-                    response = connection.getresponse()
-                    content = response.read()
-                    if response.status >= http.HTTPStatus.BAD_REQUEST:
-                        raise _error(response.status, content)
-            finally:
-                connection.close()
+            while True:
+                with lock:
+                    each = next(todo, None)
+                if each is None:
+                    return
+                method, path, body = each
+                merging = "application/merge-patch+json"
+                self._request(
+                    method, path, body, merging if method == "PATCH" else "application/json"
+                )
 
         with ThreadPoolExecutor(max_workers=connections) as threads:
             list(threads.map(work, range(connections)))
@@ -245,22 +296,24 @@ class Api:
         content_type: str,
         accept: str = "application/json, */*",
     ) -> bytes:
-        connection = _Connection(self._context, self._network_namespace)
+        headers = {
+            "Authorization": f"Bearer {self._token}",
+            "Content-Type": content_type,
+            "Accept": accept,
+        }
+        if self._user:
+            headers["Impersonate-User"] = self._user
+        connection = self._connections.take()
         try:
-            headers = {
-                "Authorization": f"Bearer {self._token}",
-                "Content-Type": content_type,
-                "Accept": accept,
-            }
-            if self._user:
-                headers["Impersonate-User"] = self._user
             connection.request(
                 method, path, body=None if body is None else json.dumps(body), headers=headers
             )
             response = connection.getresponse()
             content = response.read()
-        finally:
-            connection.close()
+        except BaseException:
+            connection.close()  # the rest of the answer would be taken for the next one
+            raise
+        self._connections.back(connection)
         if response.status >= http.HTTPStatus.BAD_REQUEST:
             raise _error(response.status, content)
         return content

@@ -9,6 +9,7 @@ namespaces.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -82,18 +83,18 @@ def main(name: str) -> None:
 
         wait_until(what, holds, timeout_seconds=_PATIENCE_SECONDS)
 
-    api = Api.of(layout)
-    step("the API server", api.is_ready)
-    reached("apiserver")
-    supervisor.start("controller-manager")
-    supervisor.start("scheduler")
-    for index in range(1, plan.options.nodes + 1):
-        step(f"node-{index} to be Ready", partial(_node_takes_pods, api, f"node-{index}"))
-    reached("nodes")
-    # no pod can start without them
-    for needed in ("serviceaccounts/default", "configmaps/kube-root-ca.crt"):
-        step(needed, partial(api.exists, f"/api/v1/namespaces/default/{needed}"))
-    reached("service account")
+    with contextlib.closing(Api.of(layout)) as api:
+        step("the API server", api.is_ready)
+        reached("apiserver")
+        supervisor.start("controller-manager")
+        supervisor.start("scheduler")
+        for index in range(1, plan.options.nodes + 1):
+            step(f"node-{index} to be Ready", partial(_node_takes_pods, api, f"node-{index}"))
+        reached("nodes")
+        # no pod can start without them
+        for needed in ("serviceaccounts/default", "configmaps/kube-root-ca.crt"):
+            step(needed, partial(api.exists, f"/api/v1/namespaces/default/{needed}"))
+        reached("service account")
 
     def ready() -> None:
         complete = layout.ready.with_suffix(".writing")

@@ -79,11 +79,11 @@ def remove(layout: Layout) -> None:
 def traces(layout: Layout, namespaces: tuple[str, ...], *, ended: float = inf) -> list[str]:
     """Everything on this machine that still belongs to the rig, one line each.
 
-    ``namespaces`` are those of its `KeeperRecord`: a namespace lives as long as a process is in it,
-    and interfaces live as long as theirs. The kernel gives the number of a namespace that has ended
-    to the next one, such as that of a rig which another test just starts. So processes that began
-    after ``ended`` (`time.clock_gettime` of CLOCK_BOOTTIME), when the rig was to end, do not count
-    because of a number.
+    ``namespaces`` are those of its `KeeperRecord`: a namespace lives as long as a process is in it
+    or, for a network, a socket of it is open, and interfaces live as long as theirs. The kernel
+    gives the number of a namespace that has ended to the next one, such as that of a rig which
+    another test just starts. So processes that began after ``ended`` (`time.clock_gettime` of
+    CLOCK_BOOTTIME), when the rig was to end, do not count because of a number.
     """
     sought = set(namespaces)
     found = [f"cgroup {path}" for path in cgroups.existing(layout.cgroup)]

@@ -178,6 +178,7 @@ class Rig:
         Raises:
             RigError: its keeper does not end.
         """
+        self._forget_api()
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
@@ -197,8 +198,13 @@ class Rig:
             self._keeper.wait(_STOP_SECONDS)
             self._keeper = None
         leftovers.remove(self.layout)
-        self.__dict__.pop("api", None)
+        self._forget_api()  # a thread of a test may have asked meanwhile
         self.__dict__.pop("plan", None)
+
+    def _forget_api(self) -> None:
+        """Close the connections to the API server. The rig's next one has another network."""
+        if (api := self.__dict__.pop("api", None)) is not None:
+            api.close()
 
     def is_running(self) -> bool:
         return leftovers.is_running(self.layout)

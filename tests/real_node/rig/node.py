@@ -7,6 +7,7 @@ own, and the rig's other namespaces.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -49,9 +50,9 @@ def main(name: str, index: int) -> None:
         if imported.returncode:
             raise RigError(f"importing {archive.name}: {imported.stderr.strip()}")
     say("images imported")
-    wait_until(
-        "the API server", Api.of(layout).is_ready, timeout_seconds=_PATIENCE_SECONDS
-    )  # a kubelet that finds none backs off for seconds
+    with contextlib.closing(Api.of(layout)) as api:
+        # a kubelet that finds none backs off for seconds
+        wait_until("the API server", api.is_ready, timeout_seconds=_PATIENCE_SECONDS)
     supervisor.start("kubelet")
     supervisor.run(starting=lambda: not layout.ready.exists())
 
