@@ -26,11 +26,13 @@ from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim import with_constants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import BinaryIO, ClassVar
 
-_POLL_SECONDS = 0.01
+# Pauses between two questions. They grow, for each answer costs milliseconds of processor time.
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.05
+_PAUSE_GROWTH = 1.25
 _HTTP_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)
@@ -176,7 +178,7 @@ class CommandProcess:
         Raises:
             SimulationError: not in time; the message has the reason.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline, pauses = time.monotonic() + timeout_seconds, _pauses()
         while True:
             status, text = await self.get_text("/readyz")
             if status == 200:
@@ -185,7 +187,7 @@ class CommandProcess:
                 raise SimulationError(
                     f"the {self._name} was not ready after {timeout_seconds:g} s: {text.strip()}"
                 )
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(next(pauses))
 
     async def get_text(self, path: str) -> tuple[int, str]:
         """Return status and body of a GET, or (0, reason) if there is no answer."""
@@ -206,7 +208,7 @@ class CommandProcess:
         Raises:
             SimulationError: there is none in time, or the process has ended without one.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline, pauses = time.monotonic() + timeout_seconds, _pauses()
         while True:
             ended = self._process is not None and self._process.returncode is not None
             for line in await asyncio.to_thread(self.log_lines):
@@ -221,7 +223,7 @@ class CommandProcess:
                 raise SimulationError(
                     f"the {self._name} {what}:\n{await asyncio.to_thread(self.log_tail)}"
                 )
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(next(pauses))
 
     def log_lines(self) -> list[dict[str, Any]]:
         """The log of this run, one object per line; a line without JSON becomes ``{"msg": …}``."""
@@ -379,7 +381,7 @@ class AgentProcess(CommandProcess):
         Raises:
             SimulationError: not in time; the message holds the last answer.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline, pauses = time.monotonic() + timeout_seconds, _pauses()
         while True:
             answer = await self.get(path)
             if condition(answer):
@@ -389,7 +391,7 @@ class AgentProcess(CommandProcess):
                     f"{path} did not become what was expected within {timeout_seconds:g} s: "
                     f"{json.dumps(answer)[:2000]}"
                 )
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(next(pauses))
 
 
 class ExtenderProcess(CommandProcess):
@@ -470,6 +472,14 @@ def end_with_parent() -> None:
     agent keeps a port.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each next question."""
+    pause = _SHORTEST_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = min(_PAUSE_GROWTH * pause, _LONGEST_PAUSE_SECONDS)
 
 
 def _get(opener: urllib.request.OpenerDirector, url: str) -> tuple[int, str]:
