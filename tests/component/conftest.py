@@ -18,12 +18,15 @@ import pytest
 from tests import constants
 from tests.component.preloaded import Preloaded
 from tests.golden import U0, U1
+from tests.grpc.conftest import grpcio_stays_initialised
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess, CommandProcess
 from vgpu_agent.sim.kubelet.kubelet import Container, Pod, SimulatedKubelet
 from vgpu_agent.sim.state import SimulatedNode
+
+__all__ = ["grpcio_stays_initialised"]
 
 GPU = "nvidia.com/gpu"
 
