@@ -87,8 +87,8 @@ class _Connection(http.client.HTTPSConnection):
 
 
 class _Connections:
-    """The open connections to one API server that no request uses now. Who asks is not theirs to
-    know: that is in the headers of each request.
+    """The open connections to one API server that no request uses now. They belong to no user: the
+    headers of each request say who asks.
     """
 
     def __init__(self, context: ssl.SSLContext, network_namespace: str | None) -> None:
