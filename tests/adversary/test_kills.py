@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -127,9 +128,16 @@ class MortalStage(VolcanoStage):
         return deaths > 0
 
     def files(self) -> set[str]:
-        """All that lies where the agent writes; the lock without the number of this kubelet."""
-        roots = (self.folder / "state", self.folder / "vgpu", self.cluster.cdi_directory)
-        names = (str(path.relative_to(self.folder)) for root in roots for path in root.rglob("*"))
+        """All that lies where the agent writes; the lock without the number of this kubelet.
+
+        The agent may remove a directory meanwhile, which `os.walk` passes over.
+        """
+        names = (
+            str((Path(directory) / name).relative_to(self.folder))
+            for root in (self.folder / "state", self.folder / "vgpu", self.cluster.cdi_directory)
+            for directory, directories, files in os.walk(root)
+            for name in (*directories, *files)
+        )
         return {re.sub(r"/succession-\w{8}\.lock$", "/succession.lock", name) for name in names}
 
     async def _is_ready(self) -> bool:
