@@ -4,15 +4,17 @@ that nothing of it is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,6 +28,7 @@ from tests.real_node.rig import (
     host,
     images,
     leftovers,
+    netns,
     running_rig,
 )
 from tests.real_node.rig.layout import Layout
@@ -70,8 +73,24 @@ def _since_boot() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def _kubectl_finds_it_ready(rig: Rig) -> bool:
+    """Ask the API server without the connections of `Rig.api`."""
+    with contextlib.suppress(RigError):
+        return rig.kubectl("get", "--raw", "/readyz") == "ok"
+    return False
+
+
 def _interfaces() -> list[str]:
     return sorted(os.listdir("/sys/class/net"))
+
+
+def _sockets() -> set[str]:
+    """The sockets of this process, by their numbers."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            found.add(str(descriptor.readlink()))
+    return {name for name in found if name.startswith("socket:")}
 
 
 def _cluster(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -141,6 +160,34 @@ class TestOneNode:
         ) as refused:
             rig.api.as_bearer(token).get("/api/v1/nodes")
         assert refused.value.status == 403
+
+    def test_requests_share_a_connection_as_long_as_the_api_server_lives(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Tests ask many times a second, each time with TLS otherwise. An answer is that of its own
+        request, whoever asks, and the end of the API server is noticed.
+        """
+        made, connect = [0], netns.connect
+
+        def counted(*arguments: Any, **more: Any) -> socket.socket:
+            made[0] += 1
+            return connect(*arguments, **more)
+
+        monkeypatch.setattr(netns, "connect", counted)
+        rig.api.close()
+        for _ in range(3):
+            assert rig.api.text("/readyz") == "ok"
+            assert rig.api.find("/api/v1/nodes/nobody") is None
+            assert rig.api.get(f"/api/v1/nodes/{rig.node_name()}")["kind"] == "Node"
+            with pytest.raises(ApiError, match='User "nobody" cannot list resource "nodes"'):
+                rig.api.as_user("nobody").get("/api/v1/nodes")
+        assert made == [1]
+
+        rig.stop_component("apiserver", signal_number=signal.SIGKILL)
+        rig.start_component("apiserver")
+        rig.wait_for(lambda: _kubectl_finds_it_ready(rig), 60, what="the API server")
+        assert rig.node()["kind"] == "Node"
+        assert made == [2]
 
     def test_a_pod_reaches_the_api_server_at_its_service_address(self, rig: Rig) -> None:
         """From the pod network, where there is no kube-proxy."""
@@ -271,20 +318,24 @@ class TestEnd:
 
     def test_stop_leaves_nothing(self, cluster_available: None) -> None:
         """Neither processes nor mounts, sockets, interfaces, cgroups or files,
-        with a pod still running at the end.
+        with a pod still running at the end. An open connection would keep the rig's network.
         """
-        interfaces = _interfaces()
+        interfaces, sockets = _interfaces(), _sockets()
         rig = Rig()
         rig.start()
         rig.create_pod(pod("last"))
         rig.wait_for_phase("last", "Running")
         namespaces = rig.record.namespaces
         while_running = leftovers.traces(rig.layout, namespaces)
+        api = rig.api  # somebody may still have it
+        assert api.is_ready()
+        assert _sockets() > sockets
 
         ended = _since_boot()
         rig.stop()
 
         assert leftovers.traces(rig.layout, namespaces, ended=ended) == []
+        assert _sockets() <= sockets
         assert {trace.split()[0] for trace in while_running} == {"cgroup", "folder", "process"}
         assert _interfaces() == interfaces
 

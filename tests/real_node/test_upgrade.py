@@ -256,7 +256,7 @@ def _under_load(
         measured.same_ids += list(phases.values()).count(_DELETED)
         measured.pods += len(names)
         measured.held_back += pods.held_back
-        # kubectl sends a request for each pod, five a second
+        # one request; kubectl would send one for each pod, five a second
         rig.api.delete("/api/v1/namespaces/default/pods")
         rig.wait_for(lambda: not rig.pods(), ROLL_OUT_SECONDS, what="the end of all pods")
     return measured

@@ -77,7 +77,7 @@ class _Connection(http.client.HTTPSConnection):
 
     def is_usable(self) -> bool:
         """Tell whether the next request may go here. The server sends nothing between two requests,
-        so what can be read is the end. It ends a connection that is idle for minutes.
+        so what can be read is the end. One that is idle for long may be ended at any moment.
         """
         if self.sock is None or time.monotonic() - self.used_at > _MAX_IDLE_SECONDS:
             return False
@@ -102,7 +102,7 @@ class _Connections:
         return _Connection(self._context, self._network_namespace, timeout_seconds=timeout_seconds)
 
     def take(self) -> _Connection:
-        """An idle connection, or a new one. Close it or give it `back`."""
+        """An idle connection, or a new one. Close it or `give_back`."""
         with contextlib.suppress(IndexError):
             while True:
                 connection = self._idle.pop()
@@ -111,7 +111,7 @@ class _Connections:
                 connection.close()
         return self.new()
 
-    def back(self, connection: _Connection) -> None:
+    def give_back(self, connection: _Connection) -> None:
         """Keep it for the next request; its answer has been read to the end."""
         connection.used_at = time.monotonic()
         self._idle.append(connection)
@@ -209,11 +209,10 @@ class Api:
         accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
         connection = self._connections.new(timeout_seconds=timeout_seconds + _TIMEOUT_SECONDS)
         try:
-            headers = {"Authorization": f"Bearer {self._token}", "Accept": accept}
             connection.request(
                 "GET",
                 f"{path}{'&' if '?' in path else '?'}watch=1&timeoutSeconds={timeout_seconds:.0f}",
-                headers=headers,
+                headers=self._headers(accept),
             )
             response = connection.getresponse()
             if response.status >= http.HTTPStatus.BAD_REQUEST:
@@ -257,10 +256,8 @@ class Api:
                 if each is None:
                     return
                 method, path, body = each
-                merging = "application/merge-patch+json"
-                self._request(
-                    method, path, body, merging if method == "PATCH" else "application/json"
-                )
+                kind = "merge-patch+json" if method == "PATCH" else "json"
+                self._request(method, path, body, f"application/{kind}")
 
         with ThreadPoolExecutor(max_workers=connections) as threads:
             list(threads.map(work, range(connections)))
@@ -296,13 +293,7 @@ class Api:
         content_type: str,
         accept: str = "application/json, */*",
     ) -> bytes:
-        headers = {
-            "Authorization": f"Bearer {self._token}",
-            "Content-Type": content_type,
-            "Accept": accept,
-        }
-        if self._user:
-            headers["Impersonate-User"] = self._user
+        headers = {**self._headers(accept), "Content-Type": content_type}
         connection = self._connections.take()
         try:
             connection.request(
@@ -313,10 +304,17 @@ class Api:
         except BaseException:
             connection.close()  # the rest of the answer would be taken for the next one
             raise
-        self._connections.back(connection)
+        self._connections.give_back(connection)
         if response.status >= http.HTTPStatus.BAD_REQUEST:
             raise _error(response.status, content)
         return content
+
+    def _headers(self, accept: str) -> dict[str, str]:
+        """Return the headers that say who asks, and for what."""
+        headers = {"Authorization": f"Bearer {self._token}", "Accept": accept}
+        if self._user:
+            headers["Impersonate-User"] = self._user
+        return headers
 
 
 def _error(status: int, content: bytes) -> ApiError:

@@ -202,7 +202,7 @@ class Rig:
         self.__dict__.pop("plan", None)
 
     def _forget_api(self) -> None:
-        """Close the connections to the API server. The rig's next one has another network."""
+        """Close the connections to the API server. After the next start it has another network."""
         if (api := self.__dict__.pop("api", None)) is not None:
             api.close()
 
