@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.allocation.test_division import GROUP3, MigPlace
@@ -119,7 +119,6 @@ class History(MigPlace):
             )
 
 
-@settings(max_examples=300, deadline=None)
 @given(steps=st.lists(STEPS, min_size=3, max_size=25))
 def test_no_instance_is_ever_given_twice(steps: list[tuple[str, str | int]]) -> None:
     """volcano-vgpu:D15, whatever the order in which pods, GPUs and kubelet's calls come and go."""

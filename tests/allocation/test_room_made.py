@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, init, wants
@@ -292,7 +292,6 @@ async def test_a_static_pod_whose_mirror_was_left_out_keeps_its_share(
     delays=st.lists(st.sampled_from([0.0, 0.001, 0.005, 0.02]), max_size=24),
     ends_at=st.lists(st.sampled_from([0.0, 0.002, 0.01, 0.03]), min_size=4, max_size=4),
 )
-@settings(max_examples=120, deadline=None)
 def test_no_start_is_refused_while_there_is_room_at_the_time_of_the_answer(
     sizes: list[int], ended: set[int], delays: list[float], ends_at: list[float]
 ) -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.config.conftest import Load
@@ -155,7 +155,6 @@ class Documents:
         )
 
 
-@settings(max_examples=200, deadline=None)
 @given(Documents(junk=False).documents())
 def test_what_is_printed_loads_to_the_same_settings(document: dict[str, Any]) -> None:
     """A sound file is never refused, and an operator may go on from either file."""
@@ -168,7 +167,6 @@ def test_what_is_printed_loads_to_the_same_settings(document: dict[str, Any]) ->
     ).settings == read(content)
 
 
-@settings(max_examples=200, deadline=None)
 @given(Documents(junk=True).documents())
 def test_what_is_wrong_is_refused_with_the_sentences_of_the_agent(document: dict[str, Any]) -> None:
     """Any other content is printed, and loads to the same settings."""
@@ -180,7 +178,6 @@ def test_what_is_wrong_is_refused_with_the_sentences_of_the_agent(document: dict
     assert printed == expected
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60) | st.text(max_size=80).map(str.encode))
 def test_any_bytes_are_a_configuration_or_refused(content: bytes) -> None:
     """Never another exception."""
@@ -196,7 +193,6 @@ _ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(
         [

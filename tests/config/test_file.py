@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.patience import quickest_call
@@ -161,7 +161,6 @@ def _loads_or_is_refused(
 
 
 @given(st.one_of(st.binary(), st.text().map(lambda text: text.encode("utf-8", "surrogatepass"))))
-@settings(max_examples=300, deadline=None)
 def test_no_content_raises_anything_but_a_config_error(content: bytes) -> None:
     """The file may hold anything."""
     _loads_or_is_refused(content, {}, {})
@@ -223,7 +222,6 @@ _FLOW = st.recursive(
 
 
 @given(st.lists(st.tuples(_KEYS, _FLOW), max_size=6))
-@settings(max_examples=300, deadline=None)
 def test_no_mixture_of_known_keys_raises_anything_but_a_config_error(
     members: list[tuple[str, str]],
 ) -> None:
@@ -243,7 +241,6 @@ def test_no_mixture_of_known_keys_raises_anything_but_a_config_error(
     ),
     st.sampled_from([option.flag for option in options.options() if option.flag]),
 )
-@settings(max_examples=200, deadline=None)
 def test_no_variable_or_flag_raises_anything_but_a_config_error(
     text: str, variable: str, flag: str
 ) -> None:

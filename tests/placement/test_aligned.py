@@ -161,7 +161,6 @@ def test_gpus_of_which_nothing_is_known_are_taken_in_order() -> None:
 
 
 @hypothesis.given(strategies.data())
-@hypothesis.settings(max_examples=150, deadline=None)
 def test_up_to_eight_gpus_there_is_no_better_choice(data: strategies.DataObject) -> None:
     """Against every division there is: the answer is a whole group of one that no other beats."""
     count = data.draw(strategies.integers(1, 7))

@@ -6,25 +6,33 @@ takes seconds; after every test that used a node, its pods are removed and whate
 started again. A test that needs another kind, or wants to break one for good, takes `start_rig`.
 
 An idle cluster takes a tenth of a processor, and each of the processes that share the tests had up
-to five. So files that use the same clusters follow each other, and a cluster is stopped before the
-first file that does not use it.
+to five. So files that use the same clusters follow each other, a process goes on with files that
+use the clusters it has (`distribution`), and a cluster is stopped before the first file that does
+not use it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.real_node.distribution import ByClusters, write_clusters
 from tests.real_node.rig import Options, RequirementError, Rig, RigError, running_rig
 from tests.real_node.rig.host import missing_requirement
 from tests.real_node.rig.lifecycle import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
+
+    from xdist.remote import Producer
+    from xdist.workermanage import WorkerController
 
 _HERE = Path(__file__).resolve().parent
 _INSIST = "REQUIRE_CLUSTER"
@@ -41,6 +49,8 @@ _unavailable = pytest.StashKey[str]()
 _started = pytest.StashKey[list[Rig]]()
 _session_rigs = pytest.StashKey[dict[str, Rig]]()
 _used_by_file = pytest.StashKey[dict[Path, set[str]]]()
+_distribution = pytest.StashKey[Path]()
+_CLUSTERS = "file for the clusters that each test file uses"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
@@ -58,6 +68,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(_TIMEOUT_SECONDS))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Tell a process that will run tests where to write which clusters the files use."""
+    folder = node.config.stash.get(_distribution, None)
+    if folder is None:
+        folder = node.config.stash[_distribution] = Path(tempfile.mkdtemp(prefix="clusters-"))
+        node.config.add_cleanup(functools.partial(shutil.rmtree, folder))
+    node.workerinput[_CLUSTERS] = str(folder / "clusters.json")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByClusters | None:
+    """Where whole files are distributed, choose them by their clusters."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    return ByClusters(config, log, config.stash[_distribution] / "clusters.json")
+
+
 def _used_rigs(items: list[pytest.Item]) -> dict[Path, set[str]]:
     """The session's clusters that the tests of each file use."""
     used: dict[Path, set[str]] = {}
@@ -67,11 +95,15 @@ def _used_rigs(items: list[pytest.Item]) -> dict[Path, set[str]]:
     return used
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist tells that the tests are collected
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build what is not in the cache before the first test,
     so that no test's timeout has to allow for it.
     """
-    session.stash[_used_by_file] = _used_rigs(session.items)
+    used = session.stash[_used_by_file] = _used_rigs(session.items)
+    if path := getattr(session.config, "workerinput", {}).get(_CLUSTERS):
+        paths = {item.path: item.nodeid.partition("::")[0] for item in session.items}
+        write_clusters(Path(path), {paths[file]: clusters for file, clusters in used.items()})
     if session.config.option.collectonly or not any(
         _HERE in item.path.parents for item in session.items
     ):

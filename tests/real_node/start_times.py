@@ -221,19 +221,21 @@ def with_coarse_units(rig: Rig, *, most_later: float, least_rounds: int = 5) -> 
     return rounds
 
 
-def with_units_of_a_mib(rig: Rig, *, most_later: float, least_rounds: int = 5) -> Rounds:
+def with_units_of_a_mib(
+    rig: Rig, *, most_later: float, least_rounds: int = 5, without: bool = True
+) -> Rounds:
     """Pods without vGPU, with a plugin that does nothing, and with an agent without configuration,
     in turn. Memory is counted in MiB.
 
     The two plugins take turns as well: a resource has one. The agent is as good as new in each of
-    its rounds.
+    its rounds. The verdict is about these two, so that those ``without`` vGPU may be left out.
     """
-    rounds = Rounds(
-        rig, {WITHOUT: None, NOTHING: 1, WITH: 1}, most_later=most_later, least_rounds=least_rounds
-    )
+    kinds = {WITHOUT: None, NOTHING: 1, WITH: 1} if without else {NOTHING: 1, WITH: 1}
+    rounds = Rounds(rig, kinds, most_later=most_later, least_rounds=least_rounds)
     with _agent(rig, PLAIN_CONFIG) as agent, VolcanoScheduler(rig, policy="spread"):
         while not rounds.enough(WITH, NOTHING):
-            rounds.play(WITHOUT)
+            if without:
+                rounds.play(WITHOUT)
             with _doing_nothing(rig, 1):
                 rounds.play(NOTHING)
             start_vgpu(agent)

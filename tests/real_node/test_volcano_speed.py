@@ -61,6 +61,8 @@ def test_with_memory_in_mib_they_run_about_as_soon_as_with_a_plugin_that_does_no
     """By default, the agent makes the last of 20 little later than a plugin does that does nothing
     with the same ids.
     """
-    rounds = with_units_of_a_mib(volcano_rig, most_later=_MUCH_LATER, least_rounds=_LEAST_ROUNDS)
+    rounds = with_units_of_a_mib(
+        volcano_rig, most_later=_MUCH_LATER, least_rounds=_LEAST_ROUNDS, without=False
+    )
     _tell(rounds.told, record_property)
     assert rounds.later(WITH, NOTHING) <= _MUCH_LATER, rounds.told

@@ -480,7 +480,6 @@ _json = st.recursive(
 
 
 @hypothesis.given(victims=_json, meta=_json)
-@hypothesis.settings(max_examples=300)
 def test_no_arguments_break_the_verb(victims: Any, meta: Any) -> None:
     """One error, or a well-formed answer that names a pod on each Node."""
     cluster = Cluster(1)

@@ -102,7 +102,7 @@ def _check(failed: list[Outcome]) -> None:
 
 def many_days(faults: Faults, families: Sequence[str] = FAMILIES) -> tuple[Figures, list[Outcome]]:
     """The days of the long run."""
-    pods = int(os.environ.get("TORTURE_MIXED_PODS", "4000"))
+    pods = int(os.environ.get("TORTURE_MIXED_PODS", "2000"))
     if families is ALL_FAMILIES:
         pods //= 2
     return days(

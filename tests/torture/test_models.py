@@ -34,6 +34,7 @@ from vgpu_agent.isolation.edits import Edits, Mount
 _SCHEDULED_ONLY = Mix(plain=0.0, static=0.0, init=0.0)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("seed", range(3))
 def test_an_agent_that_guesses_is_found_wrong_again_and_again(seed: int) -> None:
     """The replaced plugin guesses (volcano-vgpu:D2),
@@ -44,6 +45,7 @@ def test_an_agent_that_guesses_is_found_wrong_again_and_again(seed: int) -> None
     assert "its grant is that of" in outcome.text() or "meant was" in outcome.text()
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("seed", range(3))
 def test_an_agent_that_asks_kubelet_starts_every_container_right(seed: int) -> None:
     """The model leaves a way to be right: with nothing but the records, all containers of a quiet
@@ -56,6 +58,7 @@ def test_an_agent_that_asks_kubelet_starts_every_container_right(seed: int) -> N
     assert outcome.started > 60
 
 
+@pytest.mark.torture
 def test_the_same_seed_tells_the_same_story() -> None:
     """A seed that fails can be played again."""
     first, second = (play(7, Reader, early=False, pods=40, mix=_SCHEDULED_ONLY) for _ in range(2))

@@ -23,7 +23,7 @@ from tests.torture.many import on_all_cores, one_by_one
 
 PlayMany = Callable[..., Iterator[Outcome]]
 
-_MANY = int(os.environ.get("TORTURE_CONTAINERS", "10000"))
+_MANY = int(os.environ.get("TORTURE_CONTAINERS", "5000"))
 _QUICK = 1_000
 
 

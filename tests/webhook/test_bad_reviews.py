@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from tests.webhook.reviews import UID, V1, container, pod, response, review
 from tests.webhook.test_mutate import reviewer
@@ -219,7 +219,6 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_JSON)
 def test_nothing_in_a_pod_raises(found: Any) -> None:
     """Whatever a tenant writes."""
@@ -227,7 +226,6 @@ def test_nothing_in_a_pod_raises(found: Any) -> None:
         response(answer)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(

@@ -306,7 +306,6 @@ _wanted = st.builds(
 
 
 @hypothesis.given(pods=_pods, wanted=_wanted, allowed=st.integers(0, 4))
-@hypothesis.settings(max_examples=400, deadline=None)
 def test_victims_are_enough_and_none_of_them_is_too_many(
     pods: list[tuple[list[int], int, int, int, int, bool]], wanted: Demand, allowed: int
 ) -> None:
@@ -407,7 +406,6 @@ def test_victims_are_enough_and_none_of_them_is_too_many(
     unwanted=st.sampled_from([{}, {2: Reason.DeviceTypeMismatch}]),
     memory_policy=st.sampled_from(["", "virtual", "physical"]),
 )
-@hypothesis.settings(max_examples=1000)
 def test_room_is_what_a_placement_finds(
     taken: list[Amounts],
     wanted: Demand,

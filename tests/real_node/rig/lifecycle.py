@@ -304,8 +304,8 @@ class Rig:
         *,
         what: str = "the condition",
     ) -> _Found:
-        """The first true value of ``predicate``, asked every 50 ms for ``timeout`` seconds. Raises:
-        TimeoutError.
+        """The first true value of ``predicate``, asked for ``timeout`` seconds (`wait_until`).
+        Raises: TimeoutError.
         """
         return wait_until(what, predicate, timeout_seconds=timeout)
 

@@ -8,6 +8,8 @@ import asyncio
 import collections
 from collections.abc import Callable
 
+import pytest
+
 from tests.torture.api_model import LivePod
 from tests.torture.dialects import CONTROL
 from tests.torture.mixed import bounds
@@ -183,6 +185,7 @@ def test_a_handover_lasts_until_kubelet_may_give_the_gpu_to_another_family() -> 
     assert waits.figures.handovers == [3.5]
 
 
+@pytest.mark.torture
 def test_the_same_seed_tells_the_same_mixed_day() -> None:
     """A seed that fails can be played again."""
     first, second = (play(7, pods=60, faults=TROUBLED, families=ALL_FAMILIES) for _ in range(2))

@@ -296,6 +296,7 @@ class Storm:
             assert cores <= 100
 
 
+@pytest.mark.torture
 @pytest.mark.looptime
 @pytest.mark.parametrize("seed", range(6))
 async def test_no_card_is_given_twice_in_any_storm(seed: int) -> None:

@@ -1,0 +1,95 @@
+"""Which of the processes that run tests side by side gets which files.
+
+To start a cluster takes as much processor time as several tests, and each process starts its own.
+So a process goes on with files that use the clusters it has. By default it would get the first file
+that is left, and each process would start all kinds of clusters.
+
+Only the processes that run tests collect them, and so know which clusters a file uses. They write
+it into a file, whose path they get from the process that distributes (`tests.real_node.conftest`
+passes it on).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xdist.scheduler import LoadFileScheduling
+
+if TYPE_CHECKING:
+    import pytest
+    from xdist.remote import Producer
+    from xdist.workermanage import WorkerController
+
+Clusters = frozenset[str]
+
+
+def write_clusters(path: Path, clusters: Mapping[str, Collection[str]]) -> None:
+    """Write the clusters that each file uses. Several processes may write the same at once."""
+    writing = path.with_name(f"{path.name}.{os.getpid()}")
+    writing.write_text(json.dumps({file: sorted(used) for file, used in clusters.items()}))
+    writing.replace(path)
+
+
+def next_file(
+    left: Sequence[str],
+    clusters: Mapping[str, Clusters],
+    *,
+    mine: Clusters | None,
+    others: Collection[Clusters],
+) -> str:
+    """Choose the file that a process runs next.
+
+    The first one is the first that is left, since the longest come first. Then come files that use
+    no other clusters than the process has. After the last one of these it turns to the clusters
+    with the most files left, if possible to those that no other process has. Files without clusters
+    remain for the end, when they fill the time in which others are not ready yet.
+
+    Args:
+        left: the files that no process has got, the longest first; at least one.
+        clusters: those that each file uses.
+        mine: the clusters of the process; None before its first file.
+        others: the clusters of each other process.
+    """
+    if mine is None:
+        return left[0]
+    using = [file for file in left if clusters[file]]
+    if not using:
+        return left[0]
+    for file in using:
+        if clusters[file] <= mine:
+            return file
+    of_nobody = [file for file in using if not any(clusters[file] <= each for each in others)]
+    kinds = [clusters[file] for file in of_nobody or using]
+    most = max(kinds, key=kinds.count)
+    return next(file for file in using if clusters[file] == most)
+
+
+class ByClusters(LoadFileScheduling):  # type: ignore[misc]  # xdist comes without types
+    """Distribution of whole files, as ``--dist loadfile`` makes it, in the order of `next_file`.
+
+    State: the clusters that each process has by now.
+    """
+
+    def __init__(self, config: pytest.Config, log: Producer, clusters_file: Path) -> None:
+        super().__init__(config, log)
+        self._clusters_file = clusters_file
+        self._clusters: dict[str, Clusters] = {}
+        self._of_processes: dict[WorkerController, Clusters] = {}
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if not self._clusters:
+            written: dict[str, list[str]] = json.loads(self._clusters_file.read_text())
+            self._clusters = {file: frozenset(used) for file, used in written.items()}
+        file = next_file(
+            list(self.workqueue),
+            self._clusters,
+            mine=self._of_processes.get(node),
+            others=[used for other, used in self._of_processes.items() if other is not node],
+        )
+        self._of_processes[node] = self._clusters[file]
+        self.workqueue.move_to_end(file, last=False)
+        super()._assign_work_unit(node)
