@@ -26,8 +26,8 @@ from vgpu_agent.model import Inventory
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # How long an example, or making some, takes tells of what else the machine does; what is to be
-# quick has a test that says so. The examples are others in each run; `--hypothesis-profile=release`
-# tries as many as a release needs, in tests that name no number of their own.
+# quick has a test that says so. `--hypothesis-profile=release` tries as many examples as a release
+# needs, in tests that name no number of their own.
 hypothesis.settings.register_profile(
     "vgpu-agent",
     deadline=None,

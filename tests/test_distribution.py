@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import types
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from tests.real_node.distribution import next_file, write_clusters
+import pytest
+
+from tests.real_node.distribution import ByClusters, next_file, write_clusters
 
 _NONE, _ONE, _TWO, _BOTH = (frozenset(names) for names in ("", "1", "2", "12"))
 
@@ -18,7 +23,7 @@ def test_the_longest_files_come_first() -> None:
 
 
 def test_a_process_goes_on_with_files_that_use_its_clusters() -> None:
-    """Each other one would cost the start of a cluster, even if more files use it."""
+    """Any other would cost the start of a cluster, even if more files use it."""
     clusters = {"a": _ONE, "b": _TWO, "c": _TWO, "d": _BOTH}
     assert next_file(list(clusters), clusters, mine=_ONE, others=[]) == "a"
     assert next_file(["a", "b", "c"], clusters, mine=_BOTH, others=[]) == "a"
@@ -27,25 +32,110 @@ def test_a_process_goes_on_with_files_that_use_its_clusters() -> None:
 
 def test_a_process_turns_to_the_clusters_with_the_most_files_that_no_other_one_has() -> None:
     """Two processes with the same clusters start them twice."""
-    clusters = {"a": _ONE, "b": _TWO, "c": _TWO, "d": _ONE, "e": _ONE}
-    assert next_file(list(clusters), clusters, mine=_NONE, others=[_NONE]) == "a"
-    assert next_file(list(clusters), clusters, mine=_NONE, others=[_ONE]) == "b"
-    assert next_file(list(clusters), clusters, mine=_NONE, others=[_ONE, _TWO]) == "a"
+    clusters = {"a": _ONE, "b": _TWO, "c": _TWO}
+    assert next_file(list(clusters), clusters, mine=_NONE, others=[_NONE]) == "b"
+    assert next_file(list(clusters), clusters, mine=_NONE, others=[_TWO]) == "a"
+    assert next_file(list(clusters), clusters, mine=_NONE, others=[_ONE, _TWO]) == "b"
+    clusters = {"a": _ONE, "b": _TWO, "c": frozenset("3")}
+    assert next_file(list(clusters), clusters, mine=_NONE, others=[_BOTH]) == "c"
 
 
-def test_files_without_clusters_fill_the_time_at_the_end() -> None:
-    """They keep a process busy at no cost while others are not ready yet."""
-    clusters = {"a": _NONE, "b": _ONE}
-    assert next_file(["a", "b"], clusters, mine=_NONE, others=[_ONE]) == "b"
-    assert next_file(["a"], clusters, mine=_ONE, others=[]) == "a"
+def test_files_without_clusters_come_before_other_clusters() -> None:
+    """They leave processors to the longest files, which run beside them and measure."""
+    clusters = {"a": _TWO, "b": _NONE, "c": _ONE}
+    assert next_file(list(clusters), clusters, mine=_NONE, others=[]) == "b"
+    assert next_file(["a", "b"], clusters, mine=_ONE, others=[]) == "b"
+    assert next_file(list(clusters), clusters, mine=_ONE, others=[]) == "c"
 
 
 def test_the_clusters_of_all_files_are_written_whole(tmp_path: Path) -> None:
-    """Several processes write the same; whoever reads finds the whole of one, and nothing is left
-    beside it.
-    """
+    """Several processes write the same, and whoever reads meanwhile finds the whole of one."""
     path = tmp_path / "clusters.json"
-    for _ in range(2):
+    write_clusters(path, {"a": set()})
+    with path.open() as before:
         write_clusters(path, {"a": {"two", "one"}, "b": set()})
+        assert json.load(before) == {"a": []}
     assert json.loads(path.read_text()) == {"a": ["one", "two"], "b": []}
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+class _Process:
+    """A process that runs tests, as the scheduler sees it; it notes what it is to run."""
+
+    shutting_down = False
+
+    def __init__(self, name: str) -> None:
+        self.gateway = types.SimpleNamespace(id=name)
+        self.tests: list[int] = []
+
+    def send_runtest_some(self, tests: list[int]) -> None:
+        """Note the places of tests in the collection. Without any, it would wait for ever."""
+        assert tests
+        self.tests += tests
+
+    def shutdown(self) -> None:
+        """End once all tests have run."""
+        self.shutting_down = True
+
+
+class _Run:
+    """A run of two processes: its files, three tests in each, and the clusters that they use.
+
+    Attributes:
+        scheduler: distributes the files.
+        processes: those that run them.
+    """
+
+    def __init__(
+        self, pytestconfig: pytest.Config, folder: Path, clusters: Mapping[str, Collection[str]]
+    ) -> None:
+        path = folder / "clusters.json"
+        write_clusters(path, clusters)
+        config = copy.copy(pytestconfig)
+        config.option = copy.copy(pytestconfig.option)
+        config.option.tx, config.option.loadscopereorder = ["2*popen"], False
+        self.scheduler = ByClusters(config, None, path)
+        self.processes = [_Process("first"), _Process("second")]
+        self._tests = [f"{file}::test_{place}" for file in clusters for place in range(3)]
+        for process in self.processes:
+            self.scheduler.add_node(process)
+            self.scheduler.add_node_collection(process, self._tests)
+        self.scheduler.schedule()
+
+    def files(self, process: int) -> list[str]:
+        """The files that a process was given, in order."""
+        tests = self.processes[process].tests
+        return list(dict.fromkeys(self._tests[place].partition("::")[0] for place in tests))
+
+    def finish(self, process: int, tests: int) -> None:
+        """Let a process finish so many of its tests, of all files, in order."""
+        one = self.processes[process]
+        for number in range(tests):
+            self.scheduler.mark_test_complete(one, one.tests[number])
+
+
+def test_each_process_is_given_the_files_of_its_clusters(
+    pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    """Files with one cluster go to one process, although the other asks in between."""
+    clusters = {"a": "1", "b": "2", "c": "1", "d": "2", "e": "1", "f": "2", "g": "1"}
+    run = _Run(pytestconfig, tmp_path, clusters)
+    for tests in (1, 3, 4, 6):
+        run.finish(0, tests)
+        run.finish(1, tests)
+    assert (run.files(0), run.files(1)) == (["a", "c", "e"], ["b", "d", "f"])
+
+
+def test_no_process_is_given_a_file_that_one_had_finished_before_it_crashed(
+    pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    """It would be given no test, and wait for ever."""
+    run = _Run(pytestconfig, tmp_path, {"a": "1", "b": "2", "c": "1", "d": "2"})
+    run.finish(0, 4)
+    assert run.files(0) == ["a", "c", "d"]
+    assert run.scheduler.remove_node(run.processes[0]) == "c::test_1"
+    run.finish(1, 6)
+    assert run.files(1) == ["b", "d", "c"]
+    assert run.scheduler.workqueue == {}
+    with pytest.raises(KeyError):
+        run.scheduler.remove_node(run.processes[0])

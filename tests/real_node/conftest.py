@@ -49,15 +49,15 @@ _unavailable = pytest.StashKey[str]()
 _started = pytest.StashKey[list[Rig]]()
 _session_rigs = pytest.StashKey[dict[str, Rig]]()
 _used_by_file = pytest.StashKey[dict[Path, set[str]]]()
-_distribution = pytest.StashKey[Path]()
+_clusters_file = pytest.StashKey[Path]()
 _CLUSTERS = "file for the clusters that each test file uses"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything below this folder is a cluster test, and may take its time. The longest files come
-    first, so that no process is left with one at the end; then files with the same clusters follow
-    each other.
+    first, so that no process is left with one at the end; then those without clusters, and files
+    with the same clusters follow each other.
     """
     used = _used_rigs(items)
     items.sort(key=lambda item: (item.path.stem not in _LONGEST, sorted(used[item.path])))
@@ -71,11 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     """Tell a process that will run tests where to write which clusters the files use."""
-    folder = node.config.stash.get(_distribution, None)
-    if folder is None:
-        folder = node.config.stash[_distribution] = Path(tempfile.mkdtemp(prefix="clusters-"))
-        node.config.add_cleanup(functools.partial(shutil.rmtree, folder))
-    node.workerinput[_CLUSTERS] = str(folder / "clusters.json")
+    path = node.config.stash.get(_clusters_file, None)
+    if path is None:
+        folder = Path(tempfile.mkdtemp(prefix="clusters-"))
+        path = node.config.stash[_clusters_file] = folder / "clusters.json"
+        node.config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    node.workerinput[_CLUSTERS] = str(path)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -83,7 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByClust
     """Where whole files are distributed, choose them by their clusters."""
     if config.getvalue("dist") != "loadfile":
         return None
-    return ByClusters(config, log, config.stash[_distribution] / "clusters.json")
+    return ByClusters(config, log, config.stash[_clusters_file])
 
 
 def _used_rigs(items: list[pytest.Item]) -> dict[Path, set[str]]:
@@ -95,15 +96,21 @@ def _used_rigs(items: list[pytest.Item]) -> dict[Path, set[str]]:
     return used
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist tells that the tests are collected
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_finish")
+def _note_used_clusters(session: pytest.Session) -> None:
+    """Note which clusters each file uses, also for the process that distributes the files, before
+    xdist tells that process that the tests are collected.
+    """
+    used = session.stash[_used_by_file] = _used_rigs(session.items)
+    if path := getattr(session.config, "workerinput", {}).get(_CLUSTERS):
+        names = {item.path: item.nodeid.partition("::")[0] for item in session.items}
+        write_clusters(Path(path), {names[file]: clusters for file, clusters in used.items()})
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build what is not in the cache before the first test,
     so that no test's timeout has to allow for it.
     """
-    used = session.stash[_used_by_file] = _used_rigs(session.items)
-    if path := getattr(session.config, "workerinput", {}).get(_CLUSTERS):
-        paths = {item.path: item.nodeid.partition("::")[0] for item in session.items}
-        write_clusters(Path(path), {paths[file]: clusters for file, clusters in used.items()})
     if session.config.option.collectonly or not any(
         _HERE in item.path.parents for item in session.items
     ):

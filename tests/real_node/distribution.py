@@ -6,7 +6,8 @@ that is left, and each process would start all kinds of clusters.
 
 Only the processes that run tests collect them, and so know which clusters a file uses. They write
 it into a file, whose path they get from the process that distributes (`tests.real_node.conftest`
-passes it on).
+passes it on). That is so where pytest's arguments name this folder, as those of ``scripts/test``
+do. Otherwise the process that distributes does not load the conftest.py, and xdist's own way stays.
 """
 
 from __future__ import annotations
@@ -44,34 +45,32 @@ def next_file(
     """Choose the file that a process runs next.
 
     The first one is the first that is left, since the longest come first. Then come files that use
-    no other clusters than the process has. After the last one of these it turns to the clusters
-    with the most files left, if possible to those that no other process has. Files without clusters
-    remain for the end, when they fill the time in which others are not ready yet.
+    no other clusters than the process has, and then those without clusters: they leave processors
+    to the longest, which measure. At last a process turns to the clusters with the most files left,
+    if possible to those that no other process has.
 
     Args:
         left: the files that no process has got, the longest first; at least one.
         clusters: those that each file uses.
         mine: the clusters of the process; None before its first file.
-        others: the clusters of each other process.
+        others: the clusters of all processes.
     """
     if mine is None:
         return left[0]
-    using = [file for file in left if clusters[file]]
-    if not using:
-        return left[0]
-    for file in using:
-        if clusters[file] <= mine:
-            return file
-    of_nobody = [file for file in using if not any(clusters[file] <= each for each in others)]
-    kinds = [clusters[file] for file in of_nobody or using]
+    of_mine = [file for file in left if clusters[file] and clusters[file] <= mine]
+    without = [file for file in left if not clusters[file]]
+    if first := of_mine or without:
+        return first[0]
+    of_nobody = [file for file in left if not any(clusters[file] <= each for each in others)]
+    kinds = [clusters[file] for file in of_nobody or left]
     most = max(kinds, key=kinds.count)
-    return next(file for file in using if clusters[file] == most)
+    return next(file for file in left if clusters[file] == most)
 
 
-class ByClusters(LoadFileScheduling):  # type: ignore[misc]  # xdist comes without types
+class ByClusters(LoadFileScheduling):  # type: ignore[misc]  # xdist has no py.typed
     """Distribution of whole files, as ``--dist loadfile`` makes it, in the order of `next_file`.
 
-    State: the clusters that each process has by now.
+    State: the clusters of the last file that each process was given.
     """
 
     def __init__(self, config: pytest.Config, log: Producer, clusters_file: Path) -> None:
@@ -88,8 +87,25 @@ class ByClusters(LoadFileScheduling):  # type: ignore[misc]  # xdist comes witho
             list(self.workqueue),
             self._clusters,
             mine=self._of_processes.get(node),
-            others=[used for other, used in self._of_processes.items() if other is not node],
+            others=self._of_processes.values(),
         )
         self._of_processes[node] = self._clusters[file]
         self.workqueue.move_to_end(file, last=False)
         super()._assign_work_unit(node)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Forget a process that has ended. Return the test in which it crashed, if it has.
+
+        xdist would put all files of a crashed process back into the queue, those that it had
+        finished as well. A process that is given one of these waits for ever.
+
+        Raises:
+            KeyError: the process is not known.
+        """
+        self._of_processes.pop(node, None)
+        files = self.assigned_work[node]
+        self.assigned_work[node] = {
+            file: tests for file, tests in files.items() if not all(tests.values())
+        }
+        crashed_in: str | None = super().remove_node(node)
+        return crashed_in

@@ -284,7 +284,7 @@ def _leader(layout: Layout, user: str) -> list[str]:
 def environment(plan: Plan) -> dict[str, str]:
     """Environment of everything inside: the shim is found through PATH,
     and a proxy of the host would only be in the way. Go's garbage collector may let the heap grow
-    to five times of what is in use, not twice; a rig is short of processors, not of memory.
+    to five times what is in use, instead of twice; a rig is short of processors, not of memory.
     """
     return {
         "PATH": host.program_path(plan.containerd),

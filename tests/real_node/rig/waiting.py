@@ -22,8 +22,8 @@ _Found = TypeVar("_Found")
 def wait_until(
     what: str, predicate: Callable[[], _Found | None], *, timeout_seconds: float
 ) -> _Found:
-    """The first true value of ``predicate``, asked every 50 ms, and after more than a second less
-    and less often, down to every 250 ms.
+    """The first true value of ``predicate``, asked every 50 ms at first, and less and less often
+    after a second, at least every 250 ms.
 
     Raises:
         TimeoutError: there is none within ``timeout_seconds``; the message names ``what`` and the
