@@ -97,7 +97,7 @@ def _used_rigs(items: list[pytest.Item]) -> dict[Path, set[str]]:
 
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_finish")
-def _note_used_clusters(session: pytest.Session) -> None:
+def pytest_note_used_clusters(session: pytest.Session) -> None:
     """Note which clusters each file uses, also for the process that distributes the files, before
     xdist tells that process that the tests are collected.
     """

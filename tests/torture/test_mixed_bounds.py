@@ -41,7 +41,7 @@ def test_nobody_starves_on_a_troubled_mixed_day() -> None:
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(7200)
 def test_the_bounds_hold_on_many_quiet_mixed_days() -> None:
     """The long run. It is long enough for what is bounded of a thousand pods."""
     figures, _ = many_days(QUIET)
@@ -50,7 +50,7 @@ def test_the_bounds_hold_on_many_quiet_mixed_days() -> None:
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(7200)
 def test_nobody_starves_on_many_troubled_mixed_days() -> None:
     """The long run."""
     figures, _ = many_days(TROUBLED)

@@ -159,7 +159,7 @@ def test_a_mixed_day_stays_right_while_agent_kubelet_and_api_server_come_and_go(
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(7200)
 @_EACH_NUMBER_OF_FAMILIES
 def test_many_quiet_mixed_days(families: Sequence[str]) -> None:
     """The long run on nodes on which nothing fails:
@@ -169,7 +169,7 @@ def test_many_quiet_mixed_days(families: Sequence[str]) -> None:
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(7200)
 @_EACH_NUMBER_OF_FAMILIES
 def test_many_troubled_mixed_days(families: Sequence[str]) -> None:
     """The long run on nodes on which everything fails:

@@ -98,7 +98,7 @@ def test_some_hundred_containers_of_vgpu_manager_all_get_their_own_claims() -> N
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(max(2400, _MANY // 10))
+@pytest.mark.timeout(max(7200, _MANY // 10))
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 def test_many_containers_of_vgpu_manager_get_their_own_claims(early: bool) -> None:
     """The long run of the family: 0 wrong, nothing left over."""
@@ -112,14 +112,14 @@ def test_many_containers_of_vgpu_manager_get_their_own_claims(early: bool) -> No
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(7200)
 def test_many_containers_bound_late_all_get_their_own_share() -> None:
     """The long run in late mode: 0 wrong, none refused for ever, nothing left over."""
     _torture(_MANY, early=False, first_seed=1000, play_many=on_all_cores)
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(7200)
 def test_many_containers_bound_early_never_start_with_anothers_share() -> None:
     """The long run in early mode: 0 wrong. Those that were refused are counted."""
     _torture(_MANY, early=True, first_seed=1000, play_many=on_all_cores)

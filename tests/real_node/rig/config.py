@@ -283,15 +283,9 @@ def _leader(layout: Layout, user: str) -> list[str]:
 
 def environment(plan: Plan) -> dict[str, str]:
     """Environment of everything inside: the shim is found through PATH,
-    and a proxy of the host would only be in the way. Go's garbage collector may let the heap grow
-    to five times what is in use, instead of twice; a rig is short of processors, not of memory.
+    and a proxy of the host would only be in the way.
     """
-    return {
-        "PATH": host.program_path(plan.containerd),
-        "HOME": "/root",
-        "LANG": "C.UTF-8",
-        "GOGC": "400",
-    }
+    return {"PATH": host.program_path(plan.containerd), "HOME": "/root", "LANG": "C.UTF-8"}
 
 
 def wrapper_scripts(plan: Plan, layout: Layout) -> dict[str, str]:
