@@ -79,7 +79,7 @@ class _Process:
 
 
 class _Run:
-    """A run of two processes: its files, three tests in each, and the clusters that they use.
+    """A run, of two processes at first: its files, three tests in each, and their clusters.
 
     Attributes:
         scheduler: distributes the files.
@@ -95,12 +95,17 @@ class _Run:
         config.option = copy.copy(pytestconfig.option)
         config.option.tx, config.option.loadscopereorder = ["2*popen"], False
         self.scheduler = ByClusters(config, None, path)
-        self.processes = [_Process("first"), _Process("second")]
+        self.processes: list[_Process] = []
         self._tests = [f"{file}::test_{place}" for file in clusters for place in range(3)]
-        for process in self.processes:
-            self.scheduler.add_node(process)
-            self.scheduler.add_node_collection(process, self._tests)
+        self.add(_Process("first"))
+        self.add(_Process("second"))
         self.scheduler.schedule()
+
+    def add(self, process: _Process) -> None:
+        """Let a process take part; it has collected the tests."""
+        self.processes.append(process)
+        self.scheduler.add_node(process)
+        self.scheduler.add_node_collection(process, self._tests)
 
     def files(self, process: int) -> list[str]:
         """The files that a process was given, in order."""
@@ -139,3 +144,17 @@ def test_no_process_is_given_a_file_that_one_had_finished_before_it_crashed(
     assert run.scheduler.workqueue == {}
     with pytest.raises(KeyError):
         run.scheduler.remove_node(run.processes[0])
+
+
+def test_a_process_in_place_of_a_crashed_one_knows_more_than_one_test(
+    pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    """It runs a test only once it knows the next one, and the others may have ended."""
+    run = _Run(pytestconfig, tmp_path, {"a": "1", "b": "2", "c": "1", "d": "2"})
+    run.finish(0, 5)
+    run.finish(1, 3)
+    assert run.processes[1].shutting_down
+    assert run.scheduler.remove_node(run.processes[0]) == "c::test_2"
+    run.add(_Process("third"))
+    run.scheduler.schedule()
+    assert run.files(2) == ["c", "d"]

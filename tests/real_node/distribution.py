@@ -6,8 +6,9 @@ that is left, and each process would start all kinds of clusters.
 
 Only the processes that run tests collect them, and so know which clusters a file uses. They write
 it into a file, whose path they get from the process that distributes (`tests.real_node.conftest`
-passes it on). That is so where pytest's arguments name this folder, as those of ``scripts/test``
-do. Otherwise the process that distributes does not load the conftest.py, and xdist's own way stays.
+passes it on). That is so where pytest's arguments name this folder, as ``scripts/test all`` does
+unless it is given other files. Otherwise the process that distributes does not load the
+conftest.py, and xdist's own way stays.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 Clusters = frozenset[str]
+
+# A process runs a test only once it knows the next one, or that there is none. xdist sees to that
+# at the beginning, but not for a process that comes later, in place of one that has crashed.
+_LEAST_PENDING = 2
 
 
 def write_clusters(path: Path, clusters: Mapping[str, Collection[str]]) -> None:
@@ -53,7 +58,7 @@ def next_file(
         left: the files that no process has got, the longest first; at least one.
         clusters: those that each file uses.
         mine: the clusters of the process; None before its first file.
-        others: the clusters of all processes.
+        others: those of the other processes; its own among them do no harm.
     """
     if mine is None:
         return left[0]
@@ -92,6 +97,8 @@ class ByClusters(LoadFileScheduling):  # type: ignore[misc]  # xdist has no py.t
         self._of_processes[node] = self._clusters[file]
         self.workqueue.move_to_end(file, last=False)
         super()._assign_work_unit(node)
+        if self.workqueue and self._pending_of(self.assigned_work[node]) < _LEAST_PENDING:
+            self._assign_work_unit(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Forget a process that has ended. Return the test in which it crashed, if it has.

@@ -228,7 +228,7 @@ def with_units_of_a_mib(
     in turn. Memory is counted in MiB.
 
     The two plugins take turns as well: a resource has one. The agent is as good as new in each of
-    its rounds. The verdict is about these two, so that those ``without`` vGPU may be left out.
+    its rounds. The verdict is about these two, so those ``without`` vGPU may be left out.
     """
     kinds = {WITHOUT: None, NOTHING: 1, WITH: 1} if without else {NOTHING: 1, WITH: 1}
     rounds = Rounds(rig, kinds, most_later=most_later, least_rounds=least_rounds)

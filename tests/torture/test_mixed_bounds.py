@@ -45,7 +45,9 @@ def test_nobody_starves_on_a_troubled_mixed_day() -> None:
 def test_the_bounds_hold_on_many_quiet_mixed_days() -> None:
     """The long run. It is long enough for what is bounded of a thousand pods."""
     figures, _ = many_days(QUIET)
-    assert figures.pods >= bounds.PODS_OF_A_RATE or "TORTURE_SEED" in os.environ
+    assert figures.pods >= bounds.PODS_OF_A_RATE or "TORTURE_SEED" in os.environ, (
+        f"{figures.pods} pods are too few for what is bounded of a thousand"
+    )
     _check([*figures.violations(), *figures.starvation()], figures)
 
 
