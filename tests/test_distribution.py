@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.remote import Producer
+from xdist.workermanage import WorkerController
 
 from tests.real_node.distribution import ByClusters, next_file, write_clusters
 
@@ -59,23 +62,23 @@ def test_the_clusters_of_all_files_are_written_whole(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-class _Process:
+class _Process(WorkerController):
     """A process that runs tests, as the scheduler sees it; it notes what it is to run."""
 
-    shutting_down = False
-
     def __init__(self, name: str) -> None:
-        self.gateway = types.SimpleNamespace(id=name)
+        gateway: Any = types.SimpleNamespace(id=name)
+        self.gateway = gateway
+        self._down = self._shutdown_sent = False
         self.tests: list[int] = []
 
-    def send_runtest_some(self, tests: list[int]) -> None:
+    def send_runtest_some(self, indices: Sequence[int]) -> None:
         """Note the places of tests in the collection. Without any, it would wait for ever."""
-        assert tests
-        self.tests += tests
+        assert indices
+        self.tests += indices
 
     def shutdown(self) -> None:
         """End once all tests have run."""
-        self.shutting_down = True
+        self._shutdown_sent = True
 
 
 class _Run:
@@ -94,7 +97,7 @@ class _Run:
         config = copy.copy(pytestconfig)
         config.option = copy.copy(pytestconfig.option)
         config.option.tx, config.option.loadscopereorder = ["2*popen"], False
-        self.scheduler = ByClusters(config, None, path)
+        self.scheduler = ByClusters(config, Producer("distribution"), path)
         self.processes: list[_Process] = []
         self._tests = [f"{file}::test_{place}" for file in clusters for place in range(3)]
         self.add(_Process("first"))

@@ -52,7 +52,7 @@ async def test_the_new_agent_takes_over_between_two_pods(stage: Stage) -> None:
     status, text = await old.get_text("/readyz")
     assert status == 503
     assert "another agent has taken over this node" in text
-    # what the old one gave away while the new one started comes with its next reading
+    # pods that the old agent served meanwhile come with the next reading of the kubelet's records
     await new.until(
         "/debug/ledger",
         lambda ledger: {one for grant in ledger["grants"] for one in grant["ids"]} == set(ids),

@@ -72,7 +72,7 @@ def next_file(
     return next(file for file in left if clusters[file] == most)
 
 
-class ByClusters(LoadFileScheduling):  # type: ignore[misc]  # xdist has no py.typed
+class ByClusters(LoadFileScheduling):
     """Distribution of whole files, as ``--dist loadfile`` makes it, in the order of `next_file`.
 
     State: the clusters of the last file that each process was given.
@@ -114,5 +114,4 @@ class ByClusters(LoadFileScheduling):  # type: ignore[misc]  # xdist has no py.t
         self.assigned_work[node] = {
             file: tests for file, tests in files.items() if not all(tests.values())
         }
-        crashed_in: str | None = super().remove_node(node)
-        return crashed_in
+        return super().remove_node(node)

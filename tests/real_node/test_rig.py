@@ -5,6 +5,7 @@ that nothing of it is left behind.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from tests.real_node.rig import (
     leftovers,
     netns,
     running_rig,
+    waiting,
 )
 from tests.real_node.rig.layout import Layout
 from tests.real_node.rig.manifests import container, pod, quantity
@@ -443,6 +445,23 @@ class TestCommand:
 
 class TestParts:
     """Small parts that need no cluster."""
+
+    def test_who_waits_for_long_asks_less_often(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each answer costs processor time. The first pauses are short, and none is long."""
+        now, asked = [0.0], list[float]()
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "sleep", lambda pause: now.append(now.pop() + pause))
+
+        def come() -> bool:
+            asked.append(now[0])
+            return now[0] >= 20
+
+        assert waiting.wait_until("the end", come, timeout_seconds=30)
+        pauses = [round(after - before, 3) for before, after in itertools.pairwise(asked)]
+        assert pauses == sorted(pauses)
+        assert (pauses[:20], pauses[-1]) == ([0.05] * 20, 0.25)
+        with pytest.raises(TimeoutError, match="waited 30 s in vain for the end"):
+            waiting.wait_until("the end", lambda: False, timeout_seconds=30)
 
     def test_a_rig_for_many_tests_is_tried_twice(
         self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
