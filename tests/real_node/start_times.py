@@ -6,7 +6,8 @@ the same image, command and scheduler, with a pause between rounds. The **best r
 counts: starting 20 pods keeps both cores of a small machine busy from beginning to end, so any
 other work of the machine makes a round longer, and nothing makes it shorter. Rounds go on until the
 verdict is good, at most `MAX_ROUNDS` and always as many of each kind: more of them bring both
-bests nearer to what the node itself needs, and a plugin that is too slow stays too slow.
+bests nearer to what the node itself needs, and a plugin that is too slow stays too slow. The agent
+comes first, so that what is slow only once on a new node counts against it.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def with_coarse_units(rig: Rig, *, most_later: float, least_rounds: int = 5) -> 
     ):
         start_vgpu(agent, UNIT_MIB)
         while not rounds.enough(WITH, WITHOUT):
-            rounds.play(WITHOUT)
             rounds.play(WITH)
+            rounds.play(WITHOUT)
         rounds.heed(agent)
     return rounds
 
@@ -234,10 +235,6 @@ def with_units_of_a_mib(
     rounds = Rounds(rig, kinds, most_later=most_later, least_rounds=least_rounds)
     with _agent(rig, PLAIN_CONFIG) as agent, VolcanoScheduler(rig, policy="spread"):
         while not rounds.enough(WITH, NOTHING):
-            if without:
-                rounds.play(WITHOUT)
-            with _doing_nothing(rig, 1):
-                rounds.play(NOTHING)
             start_vgpu(agent)
             assert rig.node()["metadata"]["labels"][_UNIT_LABEL] == "1", (
                 "the agent did not choose MiB by itself"
@@ -246,6 +243,10 @@ def with_units_of_a_mib(
             rounds.heed(agent)
             agent.run(agent.process.kill())
             _wait_for_nothing(rig)
+            with _doing_nothing(rig, 1):
+                rounds.play(NOTHING)
+            if without:
+                rounds.play(WITHOUT)
     return rounds
 
 

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 Report = Callable[[str, object], None]
 
 _PODS, _MUCH_LATER = 20, 1.5
-_LEAST_ROUNDS, _MAX_ROUNDS = 2, 6
+_MAX_ROUNDS = 6
 
 
 @pytest.fixture
@@ -62,16 +62,15 @@ def test_twenty_pods_run_about_as_soon_as_pods_without_a_gpu(
     extender_rig: Rig, record_property: Report
 ) -> None:
     """The last of 20 runs little later than without vGPUs; more rounds follow while the verdict is
-    bad.
+    bad. Those with vGPUs come first, so that what is slow only once counts against the agent.
     """
     without, with_gpu = list[float](), list[float]()
     with Extender(extender_rig):
-        _seconds(extender_rig, "warm", gpu=False)  # what is slow only once is no delay
-        while len(without) < _LEAST_ROUNDS or (
+        while not without or (
             min(with_gpu) > _MUCH_LATER * min(without) and len(without) < _MAX_ROUNDS
         ):
-            without.append(_seconds(extender_rig, f"without-{len(without)}", gpu=False))
             with_gpu.append(_seconds(extender_rig, f"with-{len(with_gpu)}", gpu=True))
+            without.append(_seconds(extender_rig, f"without-{len(without)}", gpu=False))
     later = min(with_gpu) / min(without)
     record_property("later", later)
     told = f"{later:.2f} ×: with {sorted(with_gpu)}, without {sorted(without)}"

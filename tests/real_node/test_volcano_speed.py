@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.alone]
 Report = Callable[[str, object], None]
 
 _MUCH_LATER = 1.5
-_LEAST_ROUNDS = 2
+_LEAST_ROUNDS = 1
 """More follow while the verdict is bad.
 `scripts/bench` plays at least five, for its closer limit.
 """
