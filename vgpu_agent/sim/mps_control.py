@@ -7,30 +7,36 @@ the daemon through the socket ``control`` in ``CUDA_MPS_PIPE_DIRECTORY`` and pri
 server ends. Files, answers, log lines and exit codes are those of the real one (drivers 550 to
 595).
 
-`mps_tools` has it run as a file, with the standard library alone: it is started for each command,
-and gets only the environment of the real one, two variables. ``faults.json`` in the directory of
-the installation makes it misbehave: command (``start`` for ``-d``) → ``hang``, ``crash``,
-``refuse``, ``nonsense`` or ``forget`` (prints nothing and does nothing). There, ``"server":
-"orphan"`` lets a server outlive its daemon, and ``"shown": "gib"`` shows memory limits in whole
-GiB, as the newest drivers do.
+`mps_tools` has it run as a compiled file, with the standard library alone: it is started for each
+command, more than a thousand times in the tests, and gets only the environment of the real one, two
+variables. So a command imports little. `socket`, `json`, `contextlib` and `typing` alone would take
+longer than all the rest.
+
+``faults.json`` in the directory of the installation makes it misbehave: command (``start`` for
+``-d``) → ``hang``, ``crash``, ``refuse``, ``nonsense`` or ``forget`` (prints nothing and does
+nothing). There, ``"server": "orphan"`` lets a server outlive its daemon, and ``"shown": "gib"``
+shows memory limits in whole GiB, as the newest drivers do.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
-import signal
-import socket
 import struct
 import sys
 import time
-from typing import Any
+from _socket import AF_UNIX, SHUT_WR, SO_PEERCRED, SOL_SOCKET
+from _socket import socket as PlainSocket  # noqa: N812 - a class
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from typing import Any
 
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
 PID_FILE = "nvidia-cuda-mps-control.pid"
+CALLS_FILE = "calls"  # a Python dict in each line
 NO_DAEMON = "Cannot find MPS control daemon process"
 RUNNING_ALREADY = "An instance of this daemon is already running"
 NONSENSE = "\x00\ufffd lorem ipsum\n"
@@ -66,11 +72,9 @@ def record(directory: str, tool: str, arguments: list[str], commands: list[str])
         for name, value in os.environ.items()
         if name not in ("LC_CTYPE", "PWD", "SHLVL", "_")
     }
-    line = json.dumps(
-        {"tool": tool, "arguments": arguments, "commands": commands, "environment": environment}
-    )
-    with open(os.path.join(directory, "calls.jsonl"), "a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    call = {"tool": tool, "arguments": arguments, "commands": commands, "environment": environment}
+    with open(os.path.join(directory, CALLS_FILE), "a", encoding="utf-8") as file:
+        file.write(f"{call!r}\n")
 
 
 def fault(directory: str, command: str) -> str:
@@ -87,6 +91,8 @@ def misbehave(kind: str) -> int:
         sys.stdout.write(NONSENSE)
         return 0
     if kind == "crash":
+        import signal  # noqa: PLC0415 - see above
+
         os.kill(os.getpid(), signal.SIGSEGV)
     sys.stderr.write("Insufficient permissions\n")
     return 1
@@ -95,9 +101,12 @@ def misbehave(kind: str) -> int:
 def _faults(directory: str) -> dict[str, Any]:
     try:
         with open(os.path.join(directory, "faults.json"), encoding="utf-8") as file:
-            return dict(json.load(file))
+            text = file.read()
     except FileNotFoundError:
         return {}
+    import json  # noqa: PLC0415 - see above
+
+    return dict(json.loads(text))
 
 
 # The program that is started for each command -----------------------------------------------------
@@ -107,32 +116,35 @@ def _send_commands(pipe: str, commands: list[str], directory: str) -> int:
     for command in commands:
         if (kind := fault(directory, command.split()[0])) and kind != "forget":
             return misbehave(kind)
+        control = PlainSocket(AF_UNIX)
         try:
-            with socket.socket(socket.AF_UNIX) as control:
-                control.connect(os.path.join(pipe, "control"))
-                control.sendall(command.encode() + b"\n")
-                control.shutdown(socket.SHUT_WR)
-                answer = b"".join(iter(lambda: control.recv(65536), b""))
+            control.connect(os.path.join(pipe, "control"))
+            control.sendall(command.encode() + b"\n")
+            control.shutdown(SHUT_WR)
+            answer = b"".join(iter(lambda: control.recv(65536), b""))  # noqa: B023 - ends in here
         except OSError:
             sys.stderr.write(NO_DAEMON + "\n")
             return 1
+        finally:
+            control.close()
         sys.stdout.write(answer.decode())
     return 0
 
 
 def _client(pipe: str) -> int:
-    with socket.socket(socket.AF_UNIX) as control:
-        try:
-            control.connect(os.path.join(pipe, "control"))
-        except OSError as err:
-            sys.stderr.write(
-                f"CUDA error 805: MPS client failed to connect to the MPS control daemon: {err}\n"
-            )
-            return 1
-        control.sendall(CLIENT.encode() + b"\n")
-        while limits := control.recv(4096):
-            sys.stdout.write(limits.decode())
-            sys.stdout.flush()
+    control = PlainSocket(AF_UNIX)
+    try:
+        control.connect(os.path.join(pipe, "control"))
+    except OSError as err:
+        sys.stderr.write(
+            f"CUDA error 805: MPS client failed to connect to the MPS control daemon: {err}\n"
+        )
+        return 1
+    control.sendall(CLIENT.encode() + b"\n")
+    while limits := control.recv(4096):
+        sys.stdout.write(limits.decode())
+        sys.stdout.flush()
+    control.close()
     sys.stderr.write("CUDA error 806: MPS server is not ready to accept new MPS client requests\n")
     return 1
 
@@ -146,8 +158,12 @@ def _start(pipe: str, directory: str) -> int:
     if _answers(pipe):
         sys.stderr.write(RUNNING_ALREADY + "\n")
         return 1
-    with contextlib.suppress(FileNotFoundError):
+    import socket  # noqa: PLC0415 - see above
+
+    try:  # noqa: SIM105 - see above
         os.unlink(os.path.join(pipe, "control"))
+    except FileNotFoundError:
+        pass
     try:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(os.path.join(pipe, "control"))
@@ -179,8 +195,10 @@ def _start(pipe: str, directory: str) -> int:
 
 
 def _answers(pipe: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as control:
-        return control.connect_ex(os.path.join(pipe, "control")) == 0
+    control = PlainSocket(AF_UNIX)
+    answered = control.connect_ex(os.path.join(pipe, "control")) == 0
+    control.close()
+    return answered
 
 
 # The daemon ---------------------------------------------------------------------------------------
@@ -226,7 +244,7 @@ class _Daemon:
                 if source is self._listener:
                     if self._accept():
                         return
-                elif isinstance(source, socket.socket):
+                elif isinstance(source, PlainSocket):
                     if source in self._clients and not source.recv(4096):
                         del self._clients[source]
                         source.close()
@@ -246,8 +264,10 @@ class _Daemon:
             self._log(f"Cmd:{line}")
             words = line.split()
             if fault(self._directory, words[0] if words else "") != "forget":
-                with contextlib.suppress(OSError):
+                try:  # noqa: SIM105 - see above
                     connection.sendall(self._answer(words).encode())
+                except OSError:
+                    pass
             self._log("UI closed")
         if words[:1] == ["quit"]:
             self._lose_server()
@@ -305,9 +325,7 @@ class _Daemon:
         return self._server is not None and pid == str(self._server[0])
 
     def _add_client(self, connection: socket.socket) -> None:
-        pid, uid, _ = _PEER.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        )
+        pid, uid, _ = _PEER.unpack(connection.getsockopt(SOL_SOCKET, SO_PEERCRED, _PEER.size))
         self._log(f"User {uid} starting a new client {pid}")
         if self._server is None:
             self._start_server(uid)

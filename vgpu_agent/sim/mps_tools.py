@@ -8,9 +8,11 @@ its own.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
+import py_compile
 import shlex
 import signal
 import subprocess
@@ -27,7 +29,7 @@ _PACKAGE = Path(__file__).parent
 class MpsTools:
     """The stand-ins in one directory.
 
-    State: files of that directory: the two programs, ``calls.jsonl``, which they append to, and
+    State: files of that directory: the two programs, ``calls``, which they append to, and
     ``faults.json``, which they read.
     """
 
@@ -41,11 +43,11 @@ class MpsTools:
         directory.mkdir(parents=True, exist_ok=True)
         tools = cls(directory)
         # -I -S: without the caller's variables and packages for Python, and quick, because it is
-        # started for each command.
-        _program(
-            tools.control,
-            [sys.executable, "-I", "-S", str(_PACKAGE / "mps_control.py"), str(directory)],
-        )
+        # started for each command. Compiled, because Python keeps no compiled form of a file that
+        # it runs.
+        compiled = directory / "mps_control.pyc"
+        py_compile.compile(mps_control.__file__, str(compiled), doraise=True)
+        _program(tools.control, [sys.executable, "-I", "-S", str(compiled), str(directory)])
         variables = f"PYTHONPATH={shlex.quote(str(_PACKAGE.parent.parent))} "
         _program(
             tools.smi,
@@ -69,8 +71,9 @@ class MpsTools:
         """List the calls of the programs: ``tool``, ``arguments``, ``commands``, ``environment``,
         oldest first.
         """
-        path = self.directory / "calls.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        path = self.directory / mps_control.CALLS_FILE
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [ast.literal_eval(line) for line in lines]
 
     def misbehave(self, **faults: str) -> None:
         """Set the faults from now on, by command of the control program (``start`` is its call with

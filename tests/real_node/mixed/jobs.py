@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.real_node.rig.images import BUSYBOX
+from tests.real_node.rig.manifests import LEAN
 from tests.real_node.vgpu_manager_node import NUMBER, asks, reading
 from tests.real_node.volcano import VGPU
 
@@ -106,6 +107,7 @@ class Job:
             "schedulerName": SCHEDULERS[self.family],
             "volumes": [{"name": "found", "hostPath": {"path": folder}}],
             "containers": [_container("main", script, self.limits)],
+            **LEAN,
         }
         if self.init_seconds:
             spec["initContainers"] = [_container("init", f"sleep {self.init_seconds}", {})]
