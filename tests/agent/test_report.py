@@ -408,7 +408,7 @@ async def test_a_family_for_which_the_node_has_nothing_says_so(tmp_path: Path) -
         node.families._inventory = lambda: shown[-1]
         for inventory, reason in (
             (msgspec.structs.replace(plain, gpus=()), "this node has no GPU"),
-            (plain, f"of its {count} GPUs none in MIG mode"),
+            (plain, f"of its {count} GPUs, none is in MIG mode"),
             (
                 msgspec.structs.replace(
                     plain,
@@ -417,7 +417,7 @@ async def test_a_family_for_which_the_node_has_nothing_says_so(tmp_path: Path) -
                         *plain.gpus[1:],
                     ),
                 ),
-                f"of its {count} GPUs 1 in MIG mode",
+                f"of its {count} GPUs, 1 is in MIG mode",
             ),
         ):
             shown.append(inventory)

@@ -97,7 +97,7 @@ async def test_the_status_and_the_page_speak_of_the_family(stage: ManagerStage) 
     assert offered == {"vgpu-manager": True, "vgpu-manager-mig": False}
     reasons = {one["family"]: one["trouble"] for one in config["binding"]["families"]}
     assert reasons["vgpu-manager-mig"] == (
-        "this node has no device for it: of its 2 GPUs none in MIG mode"
+        "this node has no device for it: of its 2 GPUs, none is in MIG mode"
     )
     page = await _text(stage, "/")
     assert NUMBER in page

@@ -30,7 +30,7 @@ MOUNTED = (
     "which aws.mps: supervised mounts into containers, so that they could change the files of "
     "other MPS control daemons"
 )
-BY_ONE = "takes one only; offer it by one of the two (families, aws.mps, sharing.mps)"
+BY_ONE = "can have only one; offer it by one of the two (families, aws.mps, sharing.mps)"
 MPS_SHARED = "sharing: {mps: {resources: [{name: gpu, replicas: 4}]}}\n"
 RENAMED = "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 4}]}}\n"
 VGPU = "families: {volcanoVgpu: true}\n"
@@ -136,16 +136,16 @@ def equal(name: str, one: str, other: str) -> str:
             f"{FOR_AWS}{MPS_SHARED}aws:\n  mps: supervised\n",
             "5: aws.mps",
             (
-                "supervised starts an MPS control daemon on GPUs that sharing.mps has one for "
-                f"already, and a GPU {BY_ONE}"
+                "supervised would start MPS control daemons beside those that sharing.mps starts, "
+                f"and a GPU {BY_ONE}"
             ),
         ),
         (
             f"{FOR_AWS}{MPS_SHARED}aws:\n  mps: host\n",
             "5: aws.mps",
             (
-                "host needs somebody else's MPS control daemon on GPUs that sharing.mps starts one "
-                f"for, and a GPU {BY_ONE}"
+                "host needs somebody else's MPS control daemons beside those that sharing.mps "
+                f"starts, and a GPU {BY_ONE}"
             ),
         ),
         (

@@ -152,7 +152,7 @@ class TestOneNode:
         """A pod has a token of its own with which the API server knows it;
         RBAC refuses what was not granted.
         """
-        rig.create_pod(pod("client"))
+        rig.create_pod(pod("client", automountServiceAccountToken=True))
         rig.wait_for_phase("client", "Running")
 
         token = rig.exec("client", "cat", "/var/run/secrets/kubernetes.io/serviceaccount/token")

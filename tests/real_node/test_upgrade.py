@@ -40,9 +40,9 @@ from vgpu_agent.sim.state import SimulatedNode
 UPDATES = int(os.environ.get("UPGRADE_TEST_UPDATES", "1"))
 pytestmark = [pytest.mark.timeout(900 + 300 * UPDATES), pytest.mark.alone]
 PAUSE_SECONDS = 0.2
-# A machine that starts pods more slowly than five a second would run out of shares, and then of
-# what a node may have of pods. Looked at now and then, for that costs something as well.
-MOST_UNFINISHED, LOOK_EACH = 60, 5
+# A machine that starts pods more slowly than five a second would run out of shares, and the test
+# waits for all of them in the end. Looked at now and then, for that costs something as well.
+MOST_UNFINISHED, LOOK_EACH = 20, 5
 # Two cores that five new pods a second keep busy.
 ROLL_OUT_SECONDS = 180
 IMAGE, REBUILT = "localhost/vgpu-agent:0.1.0", "localhost/vgpu-agent:0.1.0-rebuilt"

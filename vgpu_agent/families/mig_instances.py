@@ -57,7 +57,7 @@ class MigInstancesFamily(abc.ABC):
 
     @abc.abstractmethod
     def divided_gpus(self, inventory: Inventory) -> Sequence[Gpu]:
-        """Return the GPUs in MIG mode whose instances are listed."""
+        """Return the GPUs in MIG mode whose instances this family may offer."""
 
     @abc.abstractmethod
     def refusals(self, inventory: Inventory) -> Mapping[str, str]:
@@ -96,8 +96,9 @@ class MigInstancesFamily(abc.ABC):
         """
         partial = tuple(
             f"MIG instance {instance.uuid} of GPU {gpu.uuid} is a {instance.profile}: it has only "
-            "a part of the compute of its GPU instance, whose memory nothing divides, so it is not "
-            "offered; make one compute instance in each GPU instance, with all of its compute"
+            "a part of the compute of its GPU instance, and no limit of its own on the memory, so "
+            "it is not offered; make one compute instance in each GPU instance, with all of its "
+            "compute"
             for gpu, instance in self._instances(inventory)
             if instance.compute_slices != instance.gpu_slices
         )
@@ -114,8 +115,8 @@ class MigInstancesFamily(abc.ABC):
         del resource, ids
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """Return all of each instance, for its holder alone; an instance that is gone is still
-        held, as a share of unknown memory (0 MiB).
+        """Return one exclusive share for each instance, of all its memory and compute. An instance
+        that is gone is still held, as a share of unknown memory (0 MiB).
         """
         del resource  # every name of such a family means the same
         return tuple(
@@ -125,8 +126,8 @@ class MigInstancesFamily(abc.ABC):
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
         """Return the edits that name the instances, by the list strategies of the node; by UUID
-        unless indices are asked for. `answer_id` keeps apart the annotations of a container's
-        resources.
+        unless indices are asked for. `answer_id` gives the annotations of a container's resources
+        different keys.
         """
         devices = [
             device for uuid in dict.fromkeys(ids) if (device := visible_device(uuid, inventory))
@@ -142,8 +143,8 @@ class MigInstancesFamily(abc.ABC):
         inventory: Inventory,
         gpu_uses: GpuUses = ALONE,
     ) -> list[str]:
-        """Choose ``size`` instances: first on GPUs that this family uses already or that no other
-        one is offered (`GpuUses.rank`), among these on GPUs that have a holder of the resource,
+        """Choose ``size`` instances: first on GPUs that serve this family already or are offered to
+        no other family (`GpuUses.rank`), among these on GPUs that have a holder of the resource,
         and then in the order of ``resource.ids``. ``gpu_uses`` says which families use the node's
         GPUs; by default this one is alone there.
         """

@@ -35,7 +35,8 @@ SUCCESS, REFUSED, ERROR = "success", "refused", "error"
 
 class _Process(Collector):
     """Metrics of the process, under the names that all of Prometheus's client libraries use.
-    Python's client library reads files for them, which may block.
+    The collector of Python's client library lists /proc/self/fd for them; `process_facts` only asks
+    for its size.
 
     State: when the process has started.
     """
@@ -44,7 +45,7 @@ class _Process(Collector):
         self._started_at = time.time()
 
     def collect(self) -> Iterator[MetricFamily]:
-        """Yield what a scrape gets."""
+        """Yield the metrics of the process."""
         facts = process_facts()
         yield GaugeMetricFamily(
             "process_resident_memory_bytes", "Resident memory.", value=facts.resident_bytes
@@ -89,12 +90,12 @@ class Metrics:
         )
         self._aligned = self._counter(
             "crosspod_alignment_total",
-            "Pods of a group that got cards, by where those of their peers are.",
+            "Pods that got cards after peers, by how near the cards are to theirs.",
             ("result",),
         )
         self._protected = self._counter(
             "preempt_protected_total",
-            "Pods that must not be preempted, by the reason.",
+            "Pods that were no victims of a preemption, by the reason.",
             ("reason",),
         )
         self._added = Histogram(
@@ -110,7 +111,7 @@ class Metrics:
         )
         self._strict = self._counter(
             "topology_strict_reject_total",
-            "Filters that found no Node with cards that belong together as a strict mode asks.",
+            "Pods that fit on no Node, on some because a strict topology mode was not possible.",
             ("mode",),
         )
         self._searches = self._counter(
@@ -120,7 +121,7 @@ class Metrics:
         )
         self._candidates = Histogram(
             f"{_PREFIX}_link_search_candidates",
-            "Cards among which such a search chose.",
+            "Cards in a search for those with the best links.",
             ("algo",),
             buckets=_CANDIDATES,
             registry=self._registry,
@@ -176,7 +177,7 @@ class Metrics:
     def count_placed(self, demand: Demand, fallback: str = "") -> None:
         """Count a pod that got cards. ``fallback`` says what these have instead of the links or the
         NUMA node that its topology mode asks for; it is empty where the mode was followed. The
-        label values are bounded: unknown words of a pod count as none.
+        label values are bounded: an unknown policy or mode counts as ``none``.
         """
         self._policies.labels(demand.node_policy, demand.device_policy, demand.topology_mode).inc()
         if demand.topology_mode != NONE:  # the pod asks for one
@@ -199,14 +200,13 @@ class Metrics:
 
     def count_aligned(self, result: str) -> None:
         """Count a pod that got cards when peers of it had some already. ``result``: ``same_node``,
-        ``same_domain`` or ``not_aligned``, by how near its cards are to theirs. Cards of different
-        Nodes have the same domain if they are on the same network rails, or, where none are known,
-        at the same position among the sets of NVLinked cards of their Nodes.
+        ``same_domain`` or ``not_aligned``, by how near its cards are to theirs; see `_RESULTS` in
+        `scheduler.alignment`.
         """
         self._aligned.labels(result).inc()
 
     def count_protected(self, reason: str) -> None:
-        """Count a pod that must not be preempted, by the reason why."""
+        """Count a pod that a call did not let be preempted, by the reason why."""
         self._protected.labels(reason).inc()
 
     def count_added(self, victims: int) -> None:

@@ -124,7 +124,9 @@ class NewPod:
         )
 
     def patch(self, changes: PodChanges, pinned: Pinned) -> list[Operation]:
-        """Return the operations that make ``changes``; none if the pod has them already."""
+        """Return the operations that make ``changes``. Annotations and labels that the pod has
+        already are left out; ``changes.limits`` has only what differs.
+        """
         metadata, spec = self._metadata, self._spec
         operations = [
             *_on_texts("annotations", metadata.annotations, changes.annotations),

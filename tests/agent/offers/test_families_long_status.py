@@ -36,7 +36,7 @@ def memory(count: int, prefix: str = f"{U0}-memory-") -> Resource:
 def test_a_gpu_with_more_units_than_a_status_can_hold_is_named(
     count: int, version: str, times: str
 ) -> None:
-    """With the number that fits and how much coarser the unit must be. On a real kubelet 22,000
+    """With the number that fits and how many ids less a GPU must have. On a real kubelet 22,000
     were written and 23,028 were not.
     """
     (caution,) = long_status_cautions([memory(count)], version)
@@ -44,7 +44,10 @@ def test_a_gpu_with_more_units_than_a_status_can_hold_is_named(
         f"{MEMORY}: a GPU has {count} ids, and a pod that asks for more than about 21212 never "
         "shows Ready"
     )
-    assert f"at least {times} times as coarse (volcanoVgpu.gpuMemoryFactor)" in caution
+    remedy = (
+        f"Change volcanoVgpu.gpuMemoryFactor so that a GPU has at least {times} times fewer ids"
+    )
+    assert remedy in caution
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_pod_that_asks_for_no_gpu_is_not_ours(volcano: VolcanoScheduling) -> N
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [
-        (pod(container(memory=3000)), "without it, the kubelet gives the container no GPU"),
+        (pod(container(memory=3000)), "without which the container would get no GPU"),
         (pod(container(number=65)), "volcano.sh/vgpu-number is '65'"),
         (pod(container(number="1500m")), "volcano.sh/vgpu-number is '1500m'"),
         (pod(container(number=1, memory="3Gi")), "without Mi or Gi"),

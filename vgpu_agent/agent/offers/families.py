@@ -59,7 +59,7 @@ class FamiliesInForce:
     State: in memory only; built again at the start.
 
     Attributes:
-        in_force: family → its settings, with the files of the plugin that it replaces applied, for
+        in_force: family with files of a replaced plugin → its settings after these files, for
             ``/debug/config``.
         origins: family → setting → the file of that plugin that has set it.
         limits: family → the limits that its library enforces on containers.
@@ -120,8 +120,8 @@ class FamiliesInForce:
         )
 
     def why_not_offered(self, name: str) -> tuple[str, bool]:
-        """Explain why nothing of a family that is on is offered, and tell whether that is no fault,
-        because this node has no device for it.
+        """Explain why nothing of a family that is on is offered. Also return True if that is in
+        order, because this node has no device for the family.
         """
         if reason := self._offering.blocked.get(name):
             return reason, False
@@ -140,8 +140,8 @@ class FamiliesInForce:
             return "this node has no GPU", True
         divided = sum(gpu.mig_enabled for gpu in gpus)
         return (
-            f"this node has no device for it: of its {len(gpus)} GPUs {divided or 'none'} in MIG "
-            "mode"
+            f"this node has no device for it: of its {len(gpus)} GPUs, {divided or 'none'} "
+            f"{'are' if divided > 1 else 'is'} in MIG mode"
         ), True
 
     def node_labels(self) -> Mapping[str, str] | None:
@@ -205,7 +205,8 @@ class FamiliesInForce:
         mode = choose_mode(settings.binding.mode, self._cluster.node) or self._allocator.mode
         found = await look_at_node(
             settings,
-            # of the files of replaced plugins: from ConfigMaps, and from the last look at the node
+            # contents of the replaced plugins' files, as far as they are known: from ConfigMaps,
+            # and from the last time that the node's files were read
             texts=self._cluster.plugin_texts,
             libraries=libraries,
             origins=self._origins,
@@ -258,7 +259,8 @@ class FamiliesInForce:
         refused: dict[str, str] = {}
         id_families, pod_families = [], []
         for family in self._families.id_families:
-            short = family.shortfall(inventory)  # its settings that these GPUs do not allow
+            # the resources that cannot be offered on these GPUs, and cautions about the others
+            short = family.shortfall(inventory)
             cautions += short.cautions
             problems = self._add(family, inventory, offered)
             refused |= {**short.refused, **problems}
@@ -325,7 +327,7 @@ class FamiliesInForce:
         same = (
             f"{one.name} and {other.name} have the same ids, as in the plugins that they come "
             "from; when a device changes its health, the kubelet (feature ResourceHealthStatus) "
-            "may refresh the status of the other one's pod"
+            "may update the status of a pod that has the same id of the other resource"
             for one, other, _ in alike(offered)  # pairs of resources that have an id in common
         )
         library = () if self._offering.blocked else self._outdated
@@ -409,8 +411,8 @@ def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) ->
     From 1.36 on the kubelet writes each device id that a container holds into the pod's status
     (feature ResourceHealthStatus, on by default), and etcd accepts requests of 1.5 MiB. With any
     device plugin, a pod with more ids runs but never shows Ready. A pod that failed to start cannot
-    even be deleted, because the kubelet cannot write its end. Measured on a kubelet 1.36.3: a
-    status with 22,000 ids of 53 bytes is written, one with 23,028 is not.
+    even be deleted, because the kubelet cannot write its last status. Measured on a kubelet 1.36.3:
+    a status with 22,000 ids of 53 bytes is written, one with 23,028 is not.
 
     Args:
         resources: the offered resources.
@@ -431,6 +433,7 @@ def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) ->
                 f"{resource.name}: a GPU has {block.count} ids, and a pod that asks for more than "
                 f"about {fits} never shows Ready and is hard to delete: this kubelet "
                 f"({kubelet_version}) writes each id into the pod's status, which then is too "
-                f"large for the API server. Make the unit at least {math.ceil(block.count / fits)} "
-                f"times as coarse ({resource.ids_setting}), and divide what pods ask for by as much"
+                f"large for the API server. Change {resource.ids_setting} so that a GPU has at "
+                f"least {math.ceil(block.count / fits)} times fewer ids; where an id stands for "
+                "memory, divide what pods ask for by as much"
             )

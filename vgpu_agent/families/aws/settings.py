@@ -47,9 +47,9 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         Literal["none", "host", "supervised"],
         Meta(
             description=(
-                "none: the agent does nothing about MPS. host: a daemon that somebody else runs at "
-                "`/tmp/nvidia-mps`, with hostIPC; the agent looks for it every 5 s. "
-                "supervised: the agent runs the daemon, containers need no hostIPC."
+                "none: the agent does nothing about MPS. host: somebody else runs the daemon, with "
+                "its pipes in `/tmp/nvidia-mps`, and pods need hostIPC; the agent looks for it "
+                "every 5 s. supervised: the agent runs the daemon, and pods need no hostIPC."
             )
         ),
     ] = "none"
@@ -71,13 +71,15 @@ def _collisions(settings: Settings) -> Iterator[Conflict]:
         "",
     )
     if mps != "none" and other:
-        text = f"supervised starts an MPS control daemon on GPUs that {other} has one for already"
+        text = f"supervised would start MPS control daemons beside those that {other} starts"
         if mps == "host":
             text = (
-                f"host needs somebody else's MPS control daemon on GPUs that {other} starts one for"
+                f"host needs somebody else's MPS control daemons beside those that {other} starts"
             )
         # the setting that could be changed, with its sentence
-        yield Conflict((("aws.mps", f"{text}, and a GPU takes one only; {two_daemons_remedy()}"),))
+        yield Conflict(
+            (("aws.mps", f"{text}, and a GPU can have only one; {two_daemons_remedy()}"),)
+        )
 
 
 def _mounted_mps_directory(settings: Settings) -> tuple[str, str]:
@@ -91,7 +93,7 @@ SETTINGS = FamilySettings(
     FAMILY,
     "`k8s.amazonaws.com/vgpu`, as AWS's virtual GPU device plugin offers it.",
     sections={"aws": Aws},
-    # As AWS's virtual GPU device plugin names it.
+    # AWS's virtual GPU device plugin has a flag of this name.
     options=(
         Option(
             "aws.vgpus",

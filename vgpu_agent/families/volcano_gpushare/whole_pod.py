@@ -60,7 +60,8 @@ def units(pod: Pod, resource: str) -> int:
 
 
 def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:
-    """Return the first device that has ``memory_mib`` left in one piece.
+    """Return the first device that alone has ``memory_mib`` left. Those that are held exclusively
+    or have a trouble are passed over.
 
     Args:
         rooms: in the order of preference.

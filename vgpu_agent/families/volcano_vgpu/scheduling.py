@@ -49,7 +49,9 @@ MAX_CARDS = 64  # of a Node, and of one container
 # The largest numbers that are read from a Node's entry of a card. Larger ones count as these, and
 # those with more digits as 0.
 _MOST_CONTAINERS, _MOST_MEMORY = 10_000, 2**31 - 1
-_WHOLE_CORES = 100  # percent of a card; schedulers count with no other number (volcano-vgpu §8)
+# Percent of a card. A Node may register another number; schedulers count 100 all the same
+# (volcano-vgpu §8).
+_WHOLE_CORES = 100
 _MIG = "mig"  # a Node's mode, or the one that a pod wants: cards are divided into MIG instances
 _LONGEST_NOTE = 200  # characters of a Node's annotation in a message
 _MAX_ENTRIES = 64  # of a list in an annotation
@@ -74,7 +76,7 @@ class VolcanoScheduling:
 
     @property
     def pod_keys(self) -> PodKeys:
-        """The keys of pods that are read and written; no option renames them."""
+        """The keys that are read of pods; no option renames them."""
         names = self._names
         return PodKeys(
             annotations=(DECISION, NODE, WANTED_MODE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID),
@@ -107,7 +109,7 @@ class VolcanoScheduling:
 
     def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
         """Read a Node's annotations (volcano-vgpu §2). ``slots`` is the Node's allocatable number
-        of `number_resource`: the sum of the places for containers on its cards.
+        of `number_resource`: the sum of its cards' slots.
         """
         if slots <= 0:
             return Unfit(Reason.NodeNotVGPUEnabled)
@@ -146,8 +148,8 @@ class VolcanoScheduling:
                 value = container.unreadable_limits.get(names.number, str(number))
                 raise RequestRefusedError(
                     f"pod {pod.full_name}, container {container.name}: {names.number} is "
-                    f"{quoted(value, 40)}; expected a number of GPUs, 1 to {MAX_CARDS}: without "
-                    "it, the kubelet gives the container no GPU"
+                    f"{quoted(value, 40)}; expected a number of GPUs, 1 to {MAX_CARDS}, without "
+                    "which the container would get no GPU"
                 )
             containers.append(
                 ContainerDemand(
