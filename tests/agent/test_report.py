@@ -419,6 +419,15 @@ async def test_a_family_for_which_the_node_has_nothing_says_so(tmp_path: Path) -
                 ),
                 f"of its {count} GPUs, 1 is in MIG mode",
             ),
+            (
+                msgspec.structs.replace(
+                    plain,
+                    gpus=tuple(
+                        msgspec.structs.replace(gpu, mig_enabled=True) for gpu in plain.gpus
+                    ),
+                ),
+                f"of its {count} GPUs, {count} are in MIG mode",
+            ),
         ):
             shown.append(inventory)
             (family,) = node.report.status().binding.families

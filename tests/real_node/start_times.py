@@ -7,7 +7,8 @@ counts: starting 20 pods keeps both cores of a small machine busy from beginning
 other work of the machine makes a round longer, and nothing makes it shorter. Rounds go on until the
 verdict is good, at most `MAX_ROUNDS` and always as many of each kind: more of them bring both
 bests nearer to what the node itself needs, and a plugin that is too slow stays too slow. The agent
-comes first, so that what is slow only once on a new node counts against it.
+comes first: where one round of each kind is enough, what is slow only once on a new node counts
+against it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,13 @@ class Rounds:
     """
 
     def __init__(
-        self, rig: Rig, kinds: Mapping[str, int | None], *, most_later: float, least_rounds: int
+        self,
+        rig: Rig,
+        kinds: Mapping[str, int | None],
+        *,
+        most_later: float,
+        least_rounds: int,
+        at_once: float = 0,
     ) -> None:
         """Build it.
 
@@ -81,11 +88,14 @@ class Rounds:
             kinds: name → MiB in one unit of memory, None for pods that ask for no vGPU.
             most_later: as what multiple of another kind's best round a best round is good.
             least_rounds: of each kind, also where the first are good.
+            at_once: one round of each kind is enough where its multiple is as low as this; by
+                default it never is.
         """
         self._rig = rig
         self._kinds = kinds
         self._most_later = most_later
         self._least_rounds = least_rounds
+        self._at_once = at_once
         self.seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         self._allocating: dict[str, collections.Counter[tuple[str, str]]] = {
             kind: collections.Counter() for kind in kinds
@@ -127,9 +137,10 @@ class Rounds:
     def enough(self, kind: str, than: str) -> bool:
         """Tell whether there is nothing to gain from more rounds."""
         rounds = min(map(len, self.seconds.values()))
-        return rounds >= MAX_ROUNDS or (
-            rounds >= self._least_rounds and self.later(kind, than) <= self._most_later
-        )
+        if not rounds:
+            return False
+        good = self._most_later if rounds >= self._least_rounds else self._at_once
+        return rounds >= MAX_ROUNDS or self.later(kind, than) <= good
 
     @property
     def told(self) -> dict[str, str]:
@@ -205,10 +216,16 @@ class Rounds:
         )
 
 
-def with_coarse_units(rig: Rig, *, most_later: float, least_rounds: int = 5) -> Rounds:
+def with_coarse_units(
+    rig: Rig, *, most_later: float, least_rounds: int = 5, at_once: float = 0
+) -> Rounds:
     """Pods with and without vGPU in turn, memory counted in units of 64 MiB."""
     rounds = Rounds(
-        rig, {WITHOUT: None, WITH: UNIT_MIB}, most_later=most_later, least_rounds=least_rounds
+        rig,
+        {WITHOUT: None, WITH: UNIT_MIB},
+        most_later=most_later,
+        least_rounds=least_rounds,
+        at_once=at_once,
     )
     with (
         _agent(rig, f"{PLAIN_CONFIG}volcanoVgpu: {{gpuMemoryFactor: {UNIT_MIB}}}\n") as agent,
@@ -223,16 +240,21 @@ def with_coarse_units(rig: Rig, *, most_later: float, least_rounds: int = 5) -> 
 
 
 def with_units_of_a_mib(
-    rig: Rig, *, most_later: float, least_rounds: int = 5, without: bool = True
+    rig: Rig,
+    *,
+    most_later: float,
+    least_rounds: int = 5,
+    at_once: float = 0,
+    without: bool = True,
 ) -> Rounds:
-    """Pods without vGPU, with a plugin that does nothing, and with an agent without configuration,
+    """Pods with an agent without configuration, with a plugin that does nothing, and without vGPU,
     in turn. Memory is counted in MiB.
 
     The two plugins take turns as well: a resource has one. The agent is as good as new in each of
     its rounds. The verdict is about these two, so those ``without`` vGPU may be left out.
     """
     kinds = {WITHOUT: None, NOTHING: 1, WITH: 1} if without else {NOTHING: 1, WITH: 1}
-    rounds = Rounds(rig, kinds, most_later=most_later, least_rounds=least_rounds)
+    rounds = Rounds(rig, kinds, most_later=most_later, least_rounds=least_rounds, at_once=at_once)
     with _agent(rig, PLAIN_CONFIG) as agent, VolcanoScheduler(rig, policy="spread"):
         while not rounds.enough(WITH, NOTHING):
             start_vgpu(agent)

@@ -66,7 +66,8 @@ def _uid(rig: Rig, name: str) -> str:
 
 def test_each_container_gets_exactly_its_own_identity(rig: Rig, start_plugin: Start) -> None:
     """20 pods at once, every second with two such containers: the spec written at PreStartContainer
-    reaches the right one, always.
+    reaches the right one, always. As most users' pods, these have a token, which the kubelet gets
+    between Allocate and the start.
     """
     start_plugin()
     names = [f"late-{number:02}" for number in range(20)]
@@ -74,7 +75,7 @@ def test_each_container_gets_exactly_its_own_identity(rig: Rig, start_plugin: St
         containers = [container("main", command=PRINT, limits={RESOURCE: 1})]
         if number % 2:
             containers.append(container("second", command=PRINT, limits={RESOURCE: 1}))
-        rig.create_pod(pod(name, containers=containers))
+        rig.create_pod(pod(name, containers=containers, automountServiceAccountToken=True))
     for number, name in enumerate(names):
         rig.wait_for_phase(name, "Running", 60)
         for each in ("main", "second")[: 1 + number % 2]:

@@ -41,8 +41,9 @@ UPDATES = int(os.environ.get("UPGRADE_TEST_UPDATES", "1"))
 pytestmark = [pytest.mark.timeout(900 + 300 * UPDATES), pytest.mark.alone]
 PAUSE_SECONDS = 0.2
 # A machine that starts pods more slowly than five a second would run out of shares, and the test
-# waits for all of them in the end. Looked at now and then, for that costs something as well.
+# waits for the end of all pods. Looked at now and then, for that costs something as well.
 MOST_UNFINISHED, LOOK_EACH = 20, 5
+LEAST_PODS = 5  # in each update; fewer would say nothing of it
 # Two cores that five new pods a second keep busy.
 ROLL_OUT_SECONDS = 180
 IMAGE, REBUILT = "localhost/vgpu-agent:0.1.0", "localhost/vgpu-agent:0.1.0-rebuilt"
@@ -71,7 +72,8 @@ _DELETED, _LASTING_SECONDS = "Deleted", 30.0
 
 
 class Pods(threading.Thread):
-    """Creates a pod five times a second until the end of the context, and keeps count of them.
+    """Creates a pod five times a second until the end of the context, or as fast as pods end where
+    that is slower, and keeps count of them.
 
     The pods are bound at creation, so that the kubelet and no scheduler meets the window.
     """
@@ -276,6 +278,7 @@ def _measure(deployment: Deployment, make: Callable[[str], dict[str, Any]], repo
         report(f"{kind}_failed", measured.failed)
         report(f"{kind}_same_ids", measured.same_ids)
         report(f"{kind}_windows_ms", [round(1000 * each, 1) for each in sorted(measured.windows)])
+        assert measured.pods >= LEAST_PODS * UPDATES
         assert not measured.failed
         assert not measured.windows
         assert measured.same_ids <= max(1, UPDATES // 10)

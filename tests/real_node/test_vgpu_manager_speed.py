@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 Report = Callable[[str, object], None]
 
 _PODS, _MUCH_LATER = 20, 1.5
-_MAX_ROUNDS = 6
+_LEAST_ROUNDS, _MAX_ROUNDS = 2, 6
+_AT_ONCE = 1.2  # one round of each kind is enough where it is as good as this
 
 
 @pytest.fixture
@@ -62,12 +63,15 @@ def test_twenty_pods_run_about_as_soon_as_pods_without_a_gpu(
     extender_rig: Rig, record_property: Report
 ) -> None:
     """The last of 20 runs little later than without vGPUs; more rounds follow while the verdict is
-    bad. Those with vGPUs come first, so that what is slow only once counts against the agent.
+    bad. Those with vGPUs come first: where one round of each kind is enough, what is slow only once
+    counts against the agent.
     """
     without, with_gpu = list[float](), list[float]()
     with Extender(extender_rig):
         while not without or (
-            min(with_gpu) > _MUCH_LATER * min(without) and len(without) < _MAX_ROUNDS
+            min(with_gpu)
+            > min(without) * (_MUCH_LATER if len(without) >= _LEAST_ROUNDS else _AT_ONCE)
+            and len(without) < _MAX_ROUNDS
         ):
             with_gpu.append(_seconds(extender_rig, f"with-{len(with_gpu)}", gpu=True))
             without.append(_seconds(extender_rig, f"without-{len(without)}", gpu=False))

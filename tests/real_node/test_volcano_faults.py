@@ -38,13 +38,7 @@ def agent(volcano_rig: Rig) -> Iterator[NodeAgent]:
 
 
 def _asking(name: str, memory: int, **more: Any) -> dict[str, Any]:
-    # Without a token, for which kubelet would need the API server before the start.
-    return volcano_pod(
-        name,
-        containers=[showing(limits=vgpu(1, memory))],
-        automountServiceAccountToken=False,
-        **more,
-    )
+    return volcano_pod(name, containers=[showing(limits=vgpu(1, memory))], **more)
 
 
 def _limits(rig: Rig, names: Mapping[str, int]) -> dict[str, str]:

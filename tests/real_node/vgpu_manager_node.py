@@ -133,8 +133,6 @@ def extender_pod(
         name,
         containers=list(containers),
         schedulerName="vgpu-scheduler",
-        # Without a token, for which the kubelet would need the API server before the start.
-        automountServiceAccountToken=False,
         **more,
     )
 

@@ -153,8 +153,8 @@ async def test_a_pod_without_room_is_given_figures_holders_and_changes() -> None
     assert found.answer[1:4] == (
         "It fits on none of 2 Nodes now.",
         (
-            "It would fit on 2 of them without other pods: it waits until pods end, or needs one "
-            "of the changes below."
+            "It would fit on 2 of them without other pods: it waits until pods end, unless one "
+            "of the changes below helps."
         ),
         (
             "kube-scheduler (default-scheduler) has asked about it once, last at 2026-08-21 "
@@ -430,7 +430,7 @@ async def test_parts_of_cards_and_cards_for_one_pod(
     name_of = cluster.extender.name_of
     (text,) = finish(shortage.sentences(demand, groups, words, name_of))
     assert sentence in text
-    assert _amounts(container, 1, words) == asked
+    assert _amounts(container, {1}, words) == asked
 
 
 @pytest.mark.looptime
@@ -564,8 +564,14 @@ async def test_gates_and_the_report_of_kube_scheduler_are_shown() -> None:
 
 
 async def test_init_containers_and_units_of_memory() -> None:
-    """The request is shown as the Nodes count it."""
+    """The request is shown as the Nodes count it, and as the pod does where they disagree or cannot
+    tell.
+    """
     cluster = Cluster(0)
+    without = explained(cluster, a_pod(number="1", memory="30")).request
+    assert without == (
+        "container default: 1 card with 30 units of nvidia.com/vgpu-memory and no limit of compute",
+    )
     node(cluster, "n0", node_texts([entry(0)], memoryFactor=100))
     pod = a_pod(number="1", memory="30")
     pod["spec"]["initContainers"] = [
@@ -578,7 +584,10 @@ async def test_init_containers_and_units_of_memory() -> None:
         "nvidia.com/device-topology-mode: numa",
     )
     node(cluster, "n1", node_texts([entry(0)], memoryFactor=1))
-    assert "30 units of nvidia.com/vgpu-memory" in explained(cluster, pod).request[1]
+    assert (
+        "30 units of nvidia.com/vgpu-memory, which Nodes count differently, and"
+        in explained(cluster, pod).request[1]
+    )
 
 
 async def test_many_answers_are_cut_and_every_node_can_be_shown() -> None:

@@ -182,12 +182,13 @@ class Allocator:
         return list(dict.fromkeys([*must_include, *available]))[:size]
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
-        """Book the ids and return what the container gets. Only early mode ever waits, and only for
-        a pod that has not been seen yet.
+        """Book the ids and return what the container gets. A call waits until the allocator is
+        ready; beyond that only early mode ever waits, for pods that the watch has not shown yet.
 
         Raises:
-            RequestRefusedError: the request is nonsense in its family's terms (nvidia A23), or it
-                fits no pod (early mode).
+            RequestRefusedError: the request is nonsense in its family's terms (nvidia A23); it is
+                not known yet how grants reach containers; or, in early mode, it fits no pod, or
+                none that can get what it asks for.
             UnknownDeviceError: an id that is not offered (nvidia A24).
             UnhealthyDeviceError: a device that must not be given to any container now.
             CapacityError: more than a device has.

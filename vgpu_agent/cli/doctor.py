@@ -1,8 +1,9 @@
 """``vgpu-agent doctor``: all that the agent needs of a node, each with its remedy.
 
 It is for a node before the agent is installed, and for one on which something is wrong. With a
-running agent it uses that agent's settings and asks it for the GPUs. Without one it looks itself.
-The checks are in `node_checks`. They load the agent's libraries, in this process only.
+running agent it uses that agent's settings, unless there are flags, and asks it for the GPUs.
+Without one it looks itself. The checks are in `node_checks`. Without a running agent they load
+NVML, in this process only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 # Where the DaemonSet mounts its ConfigMap, so that `kubectl exec … vgpu-agent doctor` finds it.
 _MOUNTED_CONFIG = "/etc/vgpu-agent/config.yaml"
-# Each check; the slowest are three requests to an API server that is away.
+# Each check; longer than a request to an API server that is away.
 _CHECK_SECONDS = 20.0
 _ASK_SECONDS = 5.0  # for one answer of the running agent
 _EXIT_STATUS = {Level.OK: 0, Level.WARNING: 1, Level.ERROR: 2}

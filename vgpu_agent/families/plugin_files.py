@@ -63,7 +63,8 @@ class PluginFile(msgspec.Struct, frozen=True):
             name none. Only there a failing watch is a problem; in other namespaces the agent may
             lack the right to read it.
         findings: returns what is wrong with a text, for the command that checks a configuration
-            before it is applied; there are errors where ``is_valid`` returns False.
+            before it is applied, with errors where ``is_valid`` returns False; by default nothing,
+            for files that the command does not check.
     """
 
     name: str

@@ -23,6 +23,7 @@ from vgpu_agent.scheduler import shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from vgpu_agent.families.scheduling import KeyNames, SchedulingFamily
     from vgpu_agent.placement.nodes.book import Holding, NodeView
@@ -115,7 +116,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
         names: of the Nodes, the first few.
         largest_free_mib: the most memory that is free on one card that the pod may use.
         largest_free_cores_percent: the same for compute, maybe on another card.
-        untouched_cards: the most cards of one Node of which no pod has a share.
+        untouched_cards: the most cards of one Node that the pod may use and of which no pod has a
+            share.
     """
 
     code: str
@@ -387,8 +389,8 @@ def _room(
     yield f"It fits on none of {nodes} now."
     if if_empty:
         yield (
-            f"It would fit on {if_empty} of them without other pods: it waits until pods end, or "
-            "needs one of the changes below."
+            f"It would fit on {if_empty} of them without other pods: it waits until pods end, "
+            "unless one of the changes below helps."
         )
     else:
         yield (
@@ -458,27 +460,27 @@ _KINDS = {ContainerKind.INIT: "an init container", ContainerKind.SIDECAR: "a sid
 
 def _request(wanted: PodDemand, views: Sequence[NodeView], keys: KeyNames) -> Iterator[str]:
     """Say what each container asks for, and how its cards are to be chosen."""
-    # how many MiB one unit of memory is; 0 where Nodes differ. A Node without a state can take no
-    # pod.
+    # how many MiB one unit of memory is, on Nodes that can take pods
     factors = {view.state.hardware.memory_factor for view in views if view.state is not None}
-    factor = factors.pop() if len(factors) == 1 else 0
     for name, container in zip(wanted.names, wanted.demand.containers, strict=True):
         kind = "" if container.kind is ContainerKind.MAIN else f" ({container.kind.value})"
-        yield f"container {name}{kind}: {_amounts(container, factor, keys)}"
+        yield f"container {name}{kind}: {_amounts(container, factors, keys)}"
     yield from (f"{name}: {text}" for name, text in _conditions(wanted.demand, keys).items())
 
 
-def _amounts(container: ContainerDemand, factor: int, keys: KeyNames) -> str:
+def _amounts(container: ContainerDemand, factors: AbstractSet[int], keys: KeyNames) -> str:
     each = (
         "1 card with" if container.card_count == 1 else f"{container.card_count} cards, each with"
     )
     if container.memory_units is None:  # a percentage of the card's memory instead
         part = container.memory_percent
         memory = "all of its memory" if part == 100 else f"{part} % of its memory"
-    elif factor:
+    elif len(factors) == 1:
+        (factor,) = factors
         memory = f"{container.memory_units * factor} MiB"
     else:
-        memory = f"{container.memory_units} units of {keys.memory}, which Nodes count differently,"
+        differently = ", which Nodes count differently," if factors else ""
+        memory = f"{container.memory_units} units of {keys.memory}{differently}"
     alone = ", with no other pod on it" * container.alone
     return f"{each} {memory} and {_percent(container.cores_percent)}{alone}"
 

@@ -111,7 +111,7 @@ class Metrics:
         )
         self._strict = self._counter(
             "topology_strict_reject_total",
-            "Pods that fit on no Node, on some because a strict topology mode was not possible.",
+            "Filters that found no Node, on some only because of the pod's strict topology mode.",
             ("mode",),
         )
         self._searches = self._counter(
@@ -185,8 +185,8 @@ class Metrics:
             self._topology.labels(demand.topology_mode, result).inc()
 
     def count_strict_refusal(self, demand: Demand, reasons: Iterable[Reason]) -> None:
-        """Count a pod that fits on no Node, if one of the ``reasons`` is that its strict topology
-        mode could not be followed.
+        """Count a filter that found no Node, if one of the ``reasons`` is that the pod's strict
+        topology mode could not be followed.
         """
         if not {Reason.LinkTopologyUnsatisfied, Reason.NUMATopologyUnsatisfied}.isdisjoint(reasons):
             self._strict.labels(demand.topology_mode).inc()

@@ -91,7 +91,7 @@ def misbehave(kind: str) -> int:
         sys.stdout.write(NONSENSE)
         return 0
     if kind == "crash":
-        import signal  # noqa: PLC0415 - see above
+        import signal  # noqa: PLC0415 - see the module
 
         os.kill(os.getpid(), signal.SIGSEGV)
     sys.stderr.write("Insufficient permissions\n")
@@ -104,7 +104,7 @@ def _faults(directory: str) -> dict[str, Any]:
             text = file.read()
     except FileNotFoundError:
         return {}
-    import json  # noqa: PLC0415 - see above
+    import json  # noqa: PLC0415 - see the module
 
     return dict(json.loads(text))
 
@@ -121,7 +121,7 @@ def _send_commands(pipe: str, commands: list[str], directory: str) -> int:
             control.connect(os.path.join(pipe, "control"))
             control.sendall(command.encode() + b"\n")
             control.shutdown(SHUT_WR)
-            answer = b"".join(iter(lambda: control.recv(65536), b""))  # noqa: B023 - ends in here
+            answer = b"".join(iter(lambda: control.recv(65536), b""))  # noqa: B023 - called at once
         except OSError:
             sys.stderr.write(NO_DAEMON + "\n")
             return 1
@@ -158,9 +158,9 @@ def _start(pipe: str, directory: str) -> int:
     if _answers(pipe):
         sys.stderr.write(RUNNING_ALREADY + "\n")
         return 1
-    import socket  # noqa: PLC0415 - see above
+    import socket  # noqa: PLC0415 - see the module
 
-    try:  # noqa: SIM105 - see above
+    try:  # noqa: SIM105 - see the module
         os.unlink(os.path.join(pipe, "control"))
     except FileNotFoundError:
         pass
@@ -264,7 +264,7 @@ class _Daemon:
             self._log(f"Cmd:{line}")
             words = line.split()
             if fault(self._directory, words[0] if words else "") != "forget":
-                try:  # noqa: SIM105 - see above
+                try:  # noqa: SIM105 - see the module
                     connection.sendall(self._answer(words).encode())
                 except OSError:
                     pass

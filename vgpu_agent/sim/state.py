@@ -86,8 +86,9 @@ class SimulatedNode:
     """The simulated GPUs in one directory.
 
     State: the mapped file; other processes change it too. A lock on a file beside it admits one
-    writer at a time (locks on the state file itself mark the slots of live processes; a slot is a
-    row of the file). A crash between two writes can leave one half-made change, never more.
+    writer at a time where changes must not mix (locks on the state file itself mark the slots of
+    live processes; a slot is a row of the file). A crash between two writes can leave one half-made
+    change, never more.
     """
 
     def __init__(self, directory: Path, memory: mmap.mmap) -> None:
@@ -277,7 +278,7 @@ class SimulatedNode:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the lock that writers take for a change of several fields.
+        """Hold the lock for changes that must not mix with those of other processes.
 
         Raises:
             SimulationError: the lock's file cannot be made.
@@ -517,7 +518,9 @@ class SimulatedNode:
 
 @cache
 def _known_functions() -> frozenset[str]:
-    """Return the names of the NVML functions in the C sources of the simulated driver."""
+    """Return the names that begin with ``nvml`` in the sources of the simulated driver: functions,
+    and a few types and constants.
+    """
     text = "".join(source.read_text(encoding="utf-8") for source in build.sources())
     return frozenset(_FUNCTION.findall(text))
 

@@ -36,8 +36,8 @@ def memory(count: int, prefix: str = f"{U0}-memory-") -> Resource:
 def test_a_gpu_with_more_units_than_a_status_can_hold_is_named(
     count: int, version: str, times: str
 ) -> None:
-    """With the number that fits and how many ids less a GPU must have. On a real kubelet 22,000
-    were written and 23,028 were not.
+    """With the number that fits and how many times fewer ids a GPU must have. On a real kubelet
+    22,000 were written and 23,028 were not.
     """
     (caution,) = long_status_cautions([memory(count)], version)
     assert caution.startswith(

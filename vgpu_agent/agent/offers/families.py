@@ -259,7 +259,7 @@ class FamiliesInForce:
         refused: dict[str, str] = {}
         id_families, pod_families = [], []
         for family in self._families.id_families:
-            # the resources that cannot be offered on these GPUs, and cautions about the others
+            # what cannot be offered on these GPUs, and what is left out
             short = family.shortfall(inventory)
             cautions += short.cautions
             problems = self._add(family, inventory, offered)
@@ -327,7 +327,7 @@ class FamiliesInForce:
         same = (
             f"{one.name} and {other.name} have the same ids, as in the plugins that they come "
             "from; when a device changes its health, the kubelet (feature ResourceHealthStatus) "
-            "may update the status of a pod that has the same id of the other resource"
+            "may update the status of a pod that has the same id of the other resource instead"
             for one, other, _ in alike(offered)  # pairs of resources that have an id in common
         )
         library = () if self._offering.blocked else self._outdated

@@ -48,8 +48,9 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         Meta(
             description=(
                 "none: the agent does nothing about MPS. host: somebody else runs the daemon, with "
-                "its pipes in `/tmp/nvidia-mps`, and pods need hostIPC; the agent looks for it "
-                "every 5 s. supervised: the agent runs the daemon, and pods need no hostIPC."
+                "its pipe in `/tmp/nvidia-mps`, which containers get mounted; the agent looks for "
+                "it every 5 s. supervised: the agent runs the daemon. Pods need no hostIPC in "
+                "either case."
             )
         ),
     ] = "none"

@@ -47,7 +47,9 @@ _MAX_STATES = 16_384
 
 
 class HeldCard(msgspec.Struct, frozen=True, gc=False):
-    """One card of a container, by UUID, with percent of compute and MiB of memory."""
+    """One card of a container, by UUID, with percent of compute and memory, in MiB or in the Node's
+    units as in `Card`.
+    """
 
     uuid: str
     cores_percent: int

@@ -1,6 +1,6 @@
 """The simulated kubelet's record of its calls, and the faults that a test can switch on.
 
-Used by `kubelet` in this package, and by tests and the demo through it.
+Used by `kubelet` and `pod_resources` in this package. Tests and the demo catch its exceptions.
 """
 
 from __future__ import annotations
