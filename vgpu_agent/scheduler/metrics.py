@@ -206,7 +206,7 @@ class Metrics:
         self._aligned.labels(result).inc()
 
     def count_protected(self, reason: str) -> None:
-        """Count a pod that a call did not let be preempted, by the reason why."""
+        """Count a pod that a call has spared, by the reason."""
         self._protected.labels(reason).inc()
 
     def count_added(self, victims: int) -> None:

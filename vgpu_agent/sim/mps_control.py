@@ -9,8 +9,8 @@ server ends. Files, answers, log lines and exit codes are those of the real one 
 
 `mps_tools` has it run as a compiled file, with the standard library alone: it is started for each
 command, more than a thousand times in the tests, and gets only the environment of the real one, two
-variables. So a command imports little. `socket`, `json`, `contextlib` and `typing` alone would take
-longer than all the rest.
+variables. So a command imports little: `socket`, `json`, `contextlib` and `typing` alone would take
+longer than all the rest. What only the daemon or a fault needs is imported there.
 
 ``faults.json`` in the directory of the installation makes it misbehave: command (``start`` for
 ``-d``) → ``hang``, ``crash``, ``refuse``, ``nonsense`` or ``forget`` (prints nothing and does
@@ -20,13 +20,12 @@ shows memory limits in whole GiB, as the newest drivers do.
 
 from __future__ import annotations
 
+import _socket  # the part of `socket` that is quick to import
 import os
 import select
 import struct
 import sys
 import time
-from _socket import AF_UNIX, SHUT_WR, SO_PEERCRED, SOL_SOCKET
-from _socket import socket as PlainSocket  # noqa: N812 - a class
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def misbehave(kind: str) -> int:
         sys.stdout.write(NONSENSE)
         return 0
     if kind == "crash":
-        import signal  # noqa: PLC0415 - see the module
+        import signal  # noqa: PLC0415 - slow to import, and few commands need it
 
         os.kill(os.getpid(), signal.SIGSEGV)
     sys.stderr.write("Insufficient permissions\n")
@@ -104,7 +103,7 @@ def _faults(directory: str) -> dict[str, Any]:
             text = file.read()
     except FileNotFoundError:
         return {}
-    import json  # noqa: PLC0415 - see the module
+    import json  # noqa: PLC0415 - slow to import, and few commands need it
 
     return dict(json.loads(text))
 
@@ -116,12 +115,12 @@ def _send_commands(pipe: str, commands: list[str], directory: str) -> int:
     for command in commands:
         if (kind := fault(directory, command.split()[0])) and kind != "forget":
             return misbehave(kind)
-        control = PlainSocket(AF_UNIX)
+        control = _socket.socket(_socket.AF_UNIX)
         try:
             control.connect(os.path.join(pipe, "control"))
             control.sendall(command.encode() + b"\n")
-            control.shutdown(SHUT_WR)
-            answer = b"".join(iter(lambda: control.recv(65536), b""))  # noqa: B023 - called at once
+            control.shutdown(_socket.SHUT_WR)
+            answer = _everything(control)
         except OSError:
             sys.stderr.write(NO_DAEMON + "\n")
             return 1
@@ -131,8 +130,12 @@ def _send_commands(pipe: str, commands: list[str], directory: str) -> int:
     return 0
 
 
+def _everything(control: _socket.socket) -> bytes:
+    return b"".join(iter(lambda: control.recv(65536), b""))
+
+
 def _client(pipe: str) -> int:
-    control = PlainSocket(AF_UNIX)
+    control = _socket.socket(_socket.AF_UNIX)
     try:
         control.connect(os.path.join(pipe, "control"))
     except OSError as err:
@@ -158,12 +161,10 @@ def _start(pipe: str, directory: str) -> int:
     if _answers(pipe):
         sys.stderr.write(RUNNING_ALREADY + "\n")
         return 1
-    import socket  # noqa: PLC0415 - see the module
+    import socket  # noqa: PLC0415 - slow to import, and few commands need it
 
-    try:  # noqa: SIM105 - see the module
-        os.unlink(os.path.join(pipe, "control"))
-    except FileNotFoundError:
-        pass
+    if os.path.lexists(os.path.join(pipe, "control")):
+        os.unlink(os.path.join(pipe, "control"))  # of a daemon that was killed
     try:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(os.path.join(pipe, "control"))
@@ -195,7 +196,7 @@ def _start(pipe: str, directory: str) -> int:
 
 
 def _answers(pipe: str) -> bool:
-    control = PlainSocket(AF_UNIX)
+    control = _socket.socket(_socket.AF_UNIX)
     answered = control.connect_ex(os.path.join(pipe, "control")) == 0
     control.close()
     return answered
@@ -244,7 +245,7 @@ class _Daemon:
                 if source is self._listener:
                     if self._accept():
                         return
-                elif isinstance(source, PlainSocket):
+                elif isinstance(source, _socket.socket):
                     if source in self._clients and not source.recv(4096):
                         del self._clients[source]
                         source.close()
@@ -264,10 +265,10 @@ class _Daemon:
             self._log(f"Cmd:{line}")
             words = line.split()
             if fault(self._directory, words[0] if words else "") != "forget":
-                try:  # noqa: SIM105 - see the module
+                try:  # noqa: SIM105 - `contextlib` is slow to import
                     connection.sendall(self._answer(words).encode())
                 except OSError:
-                    pass
+                    pass  # the client has gone
             self._log("UI closed")
         if words[:1] == ["quit"]:
             self._lose_server()
@@ -325,7 +326,9 @@ class _Daemon:
         return self._server is not None and pid == str(self._server[0])
 
     def _add_client(self, connection: socket.socket) -> None:
-        pid, uid, _ = _PEER.unpack(connection.getsockopt(SOL_SOCKET, SO_PEERCRED, _PEER.size))
+        pid, uid, _ = _PEER.unpack(
+            connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _PEER.size)
+        )
         self._log(f"User {uid} starting a new client {pid}")
         if self._server is None:
             self._start_server(uid)
