@@ -113,13 +113,16 @@ CUT = f"""(() => {{
 }})()"""
 
 _NAME = "(each) => each.getAttribute('aria-label') || each.textContent.trim()"
-# All that should be reached by Tab, in the order of the document.
-CONTROLS = (
-    f"[...document.querySelectorAll('a[href], button, input, select, textarea, summary')]"
-    f".map({_NAME})"
-)
+# All that should be reached by Tab, in the order of the document, each with its name and its
+# distance from the top of the page (px). They are taken at one moment, because the ages on the page
+# change, and a line that wraps moves all below it.
+CONTROLS = f"""(() => {{
+  const controls = document.querySelectorAll("a[href], button, input, select, textarea, summary");
+  return [...controls].map((each) =>
+    ({{name: ({_NAME})(each), top: each.getClientRects()[0].top + scrollY}}));
+}})()"""
 # What has the focus: its name, the thickness of the line around it (px), its contrast with the
-# ground, whether all of it is in view, and its place on the screen.
+# ground, and whether all of it is in view.
 FOCUS = f"""(() => {{
   {_COLOURS}
   const element = document.activeElement;
@@ -136,6 +139,5 @@ FOCUS = f"""(() => {{
   return {{
     name: ({_NAME})(element), line, inView,
     contrast: contrast(style.outlineColor, ground(element.parentElement)),
-    top: box.top + scrollY,
   }};
 }})()"""
