@@ -124,6 +124,31 @@ async def test_the_lock_is_free_when_an_agent_has_ended(agents: Agents) -> None:
     assert agents.waits == 0
 
 
+async def test_the_end_of_an_agent_that_has_handed_over_removes_no_socket(agents: Agents) -> None:
+    """Its successor puts its own there at any moment. Without one, the next agent would wait for
+    45 s, and then serve beside the successor.
+    """
+    first = await agents.serving()
+    second = agents.another()
+    assert await second.find_predecessor(agents.count_wait)
+    await second.take_over(["a/b"], _release)
+    file = agents.directory / SOCKET
+    await first.stop_listening()
+    assert file.is_socket()
+    await second.listen(_release, _unlink, _serve_again)
+    await second.stop_listening()
+    assert not file.exists()
+
+
+async def test_an_agent_that_hung_leaves_the_socket_of_the_one_that_began(agents: Agents) -> None:
+    """It wakes up and ends, and the next agent must still find the one that serves."""
+    first = await agents.serving()
+    second = agents.another()
+    await second.listen(_release, _unlink, _serve_again)
+    await first.stop_listening()
+    assert (agents.directory / SOCKET).is_socket()
+
+
 async def test_only_the_end_of_the_successor_counts(agents: Agents) -> None:
     """A connection that was open before, and asked for nothing, may end at any time."""
     first = await agents.serving()

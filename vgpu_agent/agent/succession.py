@@ -283,11 +283,16 @@ class Succession:
         self._stopping = True
         if self._releasing:
             await self._release_over.wait()
-        if self._server is not None:
-            self._server.close()
-            # not the successor's, which has the same name
-            if await asyncio.to_thread(sockets.identity, self._path) == self._identity:
-                await asyncio.to_thread(sockets.remove, self._path)
+        if self._server is None:
+            return
+        self._server.close()
+        # After a hand-over the successor puts its own socket there at any moment, also between the
+        # two calls below. A successor without one could not be asked to hand over in turn.
+        if self.handed_over.is_set():
+            return
+        # not that of an agent that began because this one hung
+        if await asyncio.to_thread(sockets.identity, self._path) == self._identity:
+            await asyncio.to_thread(sockets.remove, self._path)
 
     def close(self) -> None:
         """End the connection to the predecessor. If its process is still there, it serves the node
