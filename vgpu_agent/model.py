@@ -377,7 +377,7 @@ class Resource(msgspec.Struct, frozen=True):
         requires_mig_off: nothing of a GPU is granted while it is in MIG mode.
         init_shares: init containers have shares of their own; otherwise they use those of the
             containers after them.
-        withheld: device → why nothing of it is ever granted, although its ids are listed.
+        never_granted: device → why nothing of it is ever granted, although its ids are listed.
     """
 
     name: str
@@ -394,7 +394,7 @@ class Resource(msgspec.Struct, frozen=True):
     requires_mig_off: bool = False
     init_shares: bool = False
     holders: Mapping[str, int] = msgspec.field(default_factory=dict)
-    withheld: Mapping[str, str] = msgspec.field(default_factory=dict)
+    never_granted: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def holders_of(self, device: str) -> int:
         """Return how many ids of ``device`` may be held at once."""

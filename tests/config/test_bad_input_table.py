@@ -204,6 +204,12 @@ ROWS = [
         "--exclude-devices=7..4",
         "7..4: expected the smaller index first, as in 4-7",
     ),
+    flag(
+        "vgpu-manager §1.2",
+        "--exclude-devices=MIG-49aa2e6a-33f3-99dd-e08b-ea4beb0e0d28",
+        "MIG-49aa2e6a-33f3-99dd-e08b-ea4beb0e0d28: a single MIG instance cannot be excluded; give "
+        "its GPU (GPU-…), which excludes all instances of it, or leave it out",
+    ),
     variable(
         "vgpu-manager §1.2",
         "VGPU_AGENT_EXCLUDE_DEVICES",

@@ -31,8 +31,8 @@ def test_other_devices_are_strangers() -> None:
 
 def test_a_device_may_be_listed_and_never_given_out() -> None:
     """Its own fault comes first, because that is what an operator can mend."""
-    resource = Resource("example.com/gpu", "example", (), withheld={GPU: "excluded by an operator"})
-    assert own_trouble(GPU, resource, DEVICES, Cordons()) == "excluded by an operator"
+    resource = Resource("example.com/gpu", "example", (), never_granted={GPU: "excluded"})
+    assert own_trouble(GPU, resource, DEVICES, Cordons()) == "excluded"
     assert own_trouble(OTHER, resource, DEVICES, Cordons()) == ""
     ill = {**DEVICES, GPU: Device(GPU, GPU, 40960, "XID 79")}
     assert own_trouble(GPU, resource, ill, Cordons()) == "XID 79"

@@ -51,8 +51,8 @@ _EXAMPLES = (
   kubectl -n vgpu-agent exec AGENT -- vgpu-agent doctor
 
 The exit status is 0 when all is well, 1 when there are warnings and 2 when there are errors.
-All flags of `vgpu-agent run` are accepted. Without any, the running agent's settings count, then
-those of """
+All flags of `vgpu-agent run` are accepted. Without any, the settings of the running agent are
+used, or where none answers, those of """
     + _MOUNTED_CONFIG
 )
 

@@ -63,7 +63,7 @@ class MigInstancesFamily(abc.ABC):
     def refusals(self, inventory: Inventory) -> Mapping[str, str]:
         """Return resources that cannot be offered, and why; nothing is offered if there are any."""
 
-    def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
+    def why_never_granted(self, gpu: Gpu, inventory: Inventory) -> str:
         """Explain why the instances of ``gpu`` are in the kubelet's list and never granted; empty
         where they may be granted.
         """
@@ -77,16 +77,16 @@ class MigInstancesFamily(abc.ABC):
         there are `refusals`.
         """
         offered: dict[str, list[DeviceId]] = {}
-        withheld: dict[str, dict[str, str]] = {}
+        never_granted: dict[str, dict[str, str]] = {}
         for gpu, instance in () if self.refusals(inventory) else self.offered(inventory):
             name = self.resource_name(instance)
             offered.setdefault(name, []).append(
                 DeviceId(instance.uuid, device=instance.uuid, numa_node=gpu.numa_node)
             )
-            if why := self.withheld(gpu, inventory):
-                withheld.setdefault(name, {})[instance.uuid] = why
+            if why := self.why_never_granted(gpu, inventory):
+                never_granted.setdefault(name, {})[instance.uuid] = why
         return tuple(
-            Resource(name, self.name, tuple(ids), withheld=withheld.get(name, {}))
+            Resource(name, self.name, tuple(ids), never_granted=never_granted.get(name, {}))
             for name, ids in sorted(offered.items())
         )
 

@@ -214,7 +214,7 @@ class Arbitration:
                 known = (
                     device
                     for uuid in self._offers.devices(resource)
-                    if uuid not in resource.withheld  # devices that are listed, and never granted
+                    if uuid not in resource.never_granted
                     if (device := self._devices.get(uuid))
                 )
                 gpus.setdefault(resource.family, set()).update(

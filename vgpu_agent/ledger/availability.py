@@ -79,8 +79,7 @@ def own_trouble(
         return f"cordoned: {reason}"
     if resource.requires_mig_off and devices[device].divided:
         return "the GPU is in MIG mode, and this resource gives out GPUs that are not divided"
-    # why nothing of it is ever granted, although its ids are listed
-    return resource.withheld.get(device, "")
+    return resource.never_granted.get(device, "")
 
 
 def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:

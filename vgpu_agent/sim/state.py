@@ -377,10 +377,11 @@ class SimulatedNode:
 
     def ecc_errors(self, gpu: int | str, *, corrected: int = 0, uncorrected: int = 0) -> None:
         """Set the volatile ECC counts, and add the same to the aggregate ones."""
-        row = self._gpu(gpu)
-        row.ecc_volatile_corrected, row.ecc_volatile_uncorrected = corrected, uncorrected
-        row.ecc_aggregate_corrected += corrected
-        row.ecc_aggregate_uncorrected += uncorrected
+        with self.writing():
+            row = self._gpu(gpu)
+            row.ecc_volatile_corrected, row.ecc_volatile_uncorrected = corrected, uncorrected
+            row.ecc_aggregate_corrected += corrected
+            row.ecc_aggregate_uncorrected += uncorrected
 
     def temperature(self, gpu: int | str, celsius: int) -> None:
         """Set the GPU's temperature in degrees Celsius."""

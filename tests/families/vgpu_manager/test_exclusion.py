@@ -33,6 +33,16 @@ def test_a_range_without_a_member_is_named() -> None:
     )
 
 
+def test_a_mig_instance_is_named() -> None:
+    """It would be given out all the same, silently."""
+    word = UUID.replace("GPU", "MIG")
+    sentence = (
+        f"{word}: a single MIG instance cannot be excluded; give its GPU (GPU-…), which excludes "
+        "all instances of it, or leave it out"
+    )
+    assert read_excluded([word]) == Excluded(problems=(sentence,))
+
+
 @pytest.mark.parametrize(
     "word", ["", "-1", "0-", "..2", "0...2", "0-2-4", "1.5", "GPU-1", "GPU-*", "a", "99999", "²"]
 )

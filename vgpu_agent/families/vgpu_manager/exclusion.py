@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# The UUID of a MIG instance matches too, but excludes nothing; so `EXPECTED` does not mention it.
+# The UUID of a MIG instance matches too, for the sake of a message of its own (`read_excluded`).
 PATTERN = r"\A([0-9]{1,4}((\.\.|-)[0-9]{1,4})?|(GPU|MIG)-[0-9A-Fa-f-]{36})\Z"
 EXPECTED = "indices (0), ranges (0-2 or 0..2) and UUIDs (GPU-…)"
 
@@ -26,7 +26,8 @@ class Excluded(NamedTuple):
     Attributes:
         uuids: those that are named by UUID.
         indices: those that are named by NVML index.
-        problems: one sentence for each range whose first index is above its last.
+        problems: one sentence for each range whose first index is above its last, and for each MIG
+            instance: only whole GPUs can be excluded.
     """
 
     uuids: frozenset[str] = frozenset()
@@ -47,6 +48,11 @@ def read_excluded(words: Iterable[str]) -> Excluded:
             indices.update(range(first, last + 1))
         elif word.isdecimal():
             indices.add(int(word))
+        elif word.startswith("MIG-"):
+            problems.append(
+                f"{word}: a single MIG instance cannot be excluded; give its GPU (GPU-…), which "
+                "excludes all instances of it, or leave it out"
+            )
         else:
             uuids.add(word)
     return Excluded(frozenset(uuids), frozenset(indices), tuple(problems))

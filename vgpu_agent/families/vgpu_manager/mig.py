@@ -56,7 +56,7 @@ class VgpuManagerMigFamily(MigInstancesFamily):
         """Return all GPUs in MIG mode."""
         return [gpu for gpu in inventory.gpus if gpu.mig_enabled]
 
-    def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
+    def why_never_granted(self, gpu: Gpu, inventory: Inventory) -> str:
         """Explain why the instances of ``gpu`` are listed as unhealthy and never granted: the
         operator has excluded it. Empty when not.
         """

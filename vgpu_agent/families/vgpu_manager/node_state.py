@@ -21,8 +21,8 @@ from vgpu_agent.families.vgpu_manager.keys import (
 from vgpu_agent.families.vgpu_manager.offer import (
     cores_percent,
     memory_mib,
+    never_granted,
     offered_names,
-    withheld,
 )
 from vgpu_agent.nodes import DesiredNode
 
@@ -71,7 +71,7 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     # `keys.number` names the resource ``vgpu-number``, of which each card has several ids;
     # `trouble`: why new containers get nothing of the card
     free = {room.device: not room.trouble for room in view.rooms.get(keys.number, ())}
-    never = withheld(inventory, options)  # excluded, or not among those 16
+    never = never_granted(inventory, options)  # excluded, or not among those 16
 
     def is_healthy(gpu: Gpu) -> bool:
         if gpu.uuid in never:

@@ -53,7 +53,7 @@ def shared_gpus(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Gpu,
     return tuple(gpu for gpu in inventory.numbered.values() if not gpu.mig_enabled)
 
 
-def withheld(inventory: Inventory, options: VgpuManagerOptions) -> dict[str, str]:
+def never_granted(inventory: Inventory, options: VgpuManagerOptions) -> dict[str, str]:
     """Return the GPUs of which the family's containers never get anything: UUID → reason."""
     reasons = {}
     for number, gpu in inventory.numbered.items():
@@ -163,7 +163,7 @@ def _booked(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         ids_setting=f"{_SETTINGS}.deviceSplitCount",  # named where there are too many ids
         requires_mig_off=True,
         init_shares=True,  # a scheduler plans shares for init containers, too
-        withheld=withheld(inventory, options),
+        never_granted=never_granted(inventory, options),
     )
 
 
@@ -219,7 +219,7 @@ def _quota(
         offers_preference=False,
         ids_setting=f"{_SETTINGS}.{setting}",
         requires_mig_off=True,
-        withheld=withheld(inventory, options),
+        never_granted=never_granted(inventory, options),
     )
 
 
