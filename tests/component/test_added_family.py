@@ -68,7 +68,7 @@ def files(directory: Path) -> dict[str, str]:
 async def test_pods_of_an_added_family_get_what_their_annotation_names(stage: VolcanoStage) -> None:
     """The agent books it, tells the pod by annotation and label, and counts it."""
     await start(stage)
-    await stage.offered(RESOURCE)
+    await stage.offered(RESOURCE, "nvidia.com/gpu")
     assert (stage.allocatable[RESOURCE], stage.allocatable["nvidia.com/gpu"]) == ("6", "2")
     assert stage.cluster.node_object()["metadata"]["annotations"][TOTAL] == "6"
     place(stage, "one", U1)
