@@ -127,7 +127,7 @@ async def test_a_tool_that_hangs_is_ended(
     """This includes one that does not react to the first signal.
     The next run is not kept waiting by it.
     """
-    monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.2)
+    monkeypatch.setattr("vgpu_agent.mig.parted._TERM_SECONDS", 0.2)
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(hangs=True))
     with pytest.raises(MigError, match=r"export has not ended after 0\.5 s and was ended"):
         await impatient(parted).export(2)
@@ -141,7 +141,7 @@ async def test_a_child_that_ignores_the_first_signal_is_ended_as_well(
     parted: MigParted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: str
 ) -> None:
     """The tool itself ends at SIGTERM, or has ended before, and its child has the lock."""
-    monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.2)
+    monkeypatch.setattr("vgpu_agent.mig.parted._TERM_SECONDS", 0.2)
     script, works = tmp_path / "forking", parted._program
     await asyncio.to_thread(
         script.write_text,
@@ -243,7 +243,7 @@ async def test_a_run_that_is_cancelled_leaves_no_tool_behind(
     """The agent is stopped while the tool runs: the tool is ended with it, also one that ignores
     SIGTERM.
     """
-    monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.2)
+    monkeypatch.setattr("vgpu_agent.mig.parted._TERM_SECONDS", 0.2)
     await asyncio.to_thread(misbehave, node.directory, behaviour)
     run = asyncio.get_running_loop().create_task(parted.export(2))
     await until_called(node)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 256 * 1024  # of an export; sixteen GPUs take less than four KiB
 _MAX_SHOWN = 400  # characters of its output in an error
-# how long the end of the tool is waited for, after SIGTERM and again after SIGKILL; and the pause
+# how long the end of the tool is waited for, after SIGTERM and then after SIGKILL; and the pause
 # between two checks of whether it has ended
-_END_SECONDS = 2.0
+_TERM_SECONDS, _KILL_SECONDS = 2.0, 2.0
 _LOOK_SECONDS = 0.02
 
 
@@ -206,13 +206,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     is being stopped. A process that the kernel cannot end in time, because it waits for the driver,
     keeps the lock.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, seconds in ((signal.SIGTERM, _TERM_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         # Not `asyncio.timeout`: with Python 3.11.2 it ends in a CancelledError in a task that is
         # cancelled, as here where the agent is being stopped. The tool's own children have no event
         # to wait for.
-        give_up_at = time.monotonic() + _END_SECONDS
+        give_up_at = time.monotonic() + seconds
         while process.returncode is None or _has_members(process.pid):
             if time.monotonic() > give_up_at:
                 break

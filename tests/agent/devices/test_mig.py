@@ -170,7 +170,7 @@ async def test_d16_whatever_goes_wrong_is_a_reason(
     tmp_path: Path, what: Misbehaviour, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """volcano-vgpu:D16: the cost falls on the pod that asked, and nothing ends."""
-    monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.1)
+    monkeypatch.setattr("vgpu_agent.mig.parted._TERM_SECONDS", 0.1)
     timeout = 0.5 if what.hangs else PATIENCE_SECONDS
     quick = {constants.MIG_SETTLE: 0.3}
     async with dividing(tmp_path, quick, timeout_seconds=timeout) as side:
