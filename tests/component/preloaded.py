@@ -119,16 +119,6 @@ class _Forked:
                 self._status = int(text) if text else -signal.SIGTERM
         return self._status
 
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal.
-
-        Raises:
-            ProcessLookupError: it has ended.
-        """
-        if self.returncode is not None:
-            raise ProcessLookupError
-        os.kill(self.pid, number)
-
     async def wait(self) -> int:
         """Wait for its end, and return its exit status."""
         while (status := self.returncode) is None:  # noqa: ASYNC110 - nothing announces it

@@ -51,13 +51,6 @@ class StartedProcess(Protocol):
     def returncode(self) -> int | None:
         """Its exit status, or minus the signal that ended it; None while it runs."""
 
-    def send_signal(self, signal: int, /) -> None:
-        """Send a signal.
-
-        Raises:
-            ProcessLookupError: it has ended.
-        """
-
     async def wait(self) -> int:
         """Wait for its end, and return its exit status."""
 
@@ -261,13 +254,12 @@ class CommandProcess:
     async def _end(self, number: signal.Signals, timeout_seconds: float) -> int:
         if self._process is None:
             return 0
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        _send(self._process, number)
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await self._process.wait()
         except TimeoutError:
-            self._process.send_signal(signal.SIGKILL)
+            _send(self._process, signal.SIGKILL)
             await self._process.wait()
             raise SimulationError(
                 f"the {self._name} did not end within {timeout_seconds:g} s of {number.name}"
@@ -465,6 +457,17 @@ class _Port:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.number: int = holder.getsockname()[1]
             weakref.finalize(self, os.close, holder.detach())
+
+
+def _send(process: StartedProcess, number: signal.Signals) -> None:
+    """Send a signal, if the process has not ended.
+
+    `asyncio.subprocess.Process.send_signal` may collect the exit status of a process that has just
+    ended, and asyncio then reports 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def end_with_parent() -> None:
