@@ -181,6 +181,24 @@ async def test_a_stopped_loop_is_gone_and_its_name_free() -> None:
         supervisor.start("plugin", _forever)
 
 
+async def test_a_loop_that_another_starts_again_meanwhile_is_stopped_as_well() -> None:
+    """An agent that hands its node over would go on writing beside its successor."""
+    async with _supervisor() as supervisor:
+
+        async def restarts_it() -> None:
+            try:
+                await _forever()
+            finally:
+                supervisor.start("a writer", _forever)
+
+        supervisor.start("a writer", _forever)
+        supervisor.start("kept", _forever)
+        supervisor.start("restarts it", restarts_it)
+        await asyncio.sleep(0)
+        await supervisor.stop_all_but(lambda name: name == "kept")
+        assert [report.name for report in supervisor.reports] == ["kept"]
+
+
 async def test_a_loop_cancelled_while_it_stops_another_ends_as_well() -> None:
     """SIGTERM may come while a plugin server is being replaced.
     A loop that went on would keep the agent from ending.

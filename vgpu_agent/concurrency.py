@@ -295,6 +295,14 @@ class Supervisor:
         if task is not None:
             await _cancel({task})
 
+    async def stop_all_but(self, kept: Callable[[str], bool]) -> None:
+        """Stop each loop for whose name ``kept`` is false, also those that such a loop has started
+        meanwhile.
+        """
+        while names := [name for name in sorted(self._reports) if not kept(name)]:
+            for name in names:
+                await self.stop(name)
+
     async def _look_after(self, report: TaskReport, loop: Callable[[], Awaitable[None]]) -> None:
         backoff = self._new_backoff()
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import msgspec
 import pytest
 
 from tests.cdi.controller_parts import GPUS, SHARES, VENDOR, Side
-from tests.golden import U0, U1
+from tests.golden import U0, U1, golden_inventory
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from vgpu_agent.agent import api_server
 from vgpu_agent.concurrency import Supervisor
+from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import HostFileError
@@ -75,6 +77,21 @@ async def test_trouble_is_the_reason_and_ends_by_itself(
         await side.side.inline([f"{VENDOR}/gpu={U1}"])
     await asyncio.to_thread(side.tool.behave)
     await side.until_offered()
+
+
+async def test_specs_that_are_withdrawn_are_not_made_again(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """Other loops of an agent that leaves the node still look at its GPUs."""
+    side = await asyncio.to_thread(
+        lambda: Side(tmp_path, supervisor, cluster=Cluster(withdraw_at_stop=True))
+    )
+    await side.begin()
+    assert os.listdir(side.cdi)
+    await side.side.withdraw()
+    side.side.observe(golden_inventory())
+    assert supervisor.reports == []
+    assert os.listdir(side.cdi) == []
 
 
 async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(

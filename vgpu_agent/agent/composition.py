@@ -721,10 +721,10 @@ class Agent:
     async def _hand_over(self) -> None:
         """Let go of the node: first end all loops that write, then answer no call any more."""
         self._report.starting = "another agent has taken over this node"
-        for report in self._supervisor.reports:
-            # the plugin servers need the first, and end by themselves
-            if report.name != "kubelet directory" and not self._offering.has_task(report.name):
-                await self._supervisor.stop(report.name)
+        # the plugin servers need the first, and end by themselves
+        await self._supervisor.stop_all_but(
+            lambda name: name == "kubelet directory" or self._offering.has_task(name)
+        )
         await self._store_records()
         await self._offering.hand_over()
         await self._mps.stop(SHUTDOWN_SECONDS)

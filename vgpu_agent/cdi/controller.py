@@ -88,8 +88,8 @@ NO_CDI = CdiFound()  # where there is no controller to look for them
 class CdiController:
     """The controller that keeps specs, names and offers together.
 
-    State: what the last call of `look` found, the last inventory, and which devices have no name
-    and are kept back (cordoned) for that reason.
+    State: what the last call of `look` found, the last inventory, which devices have no name
+    and are kept back (cordoned) for that reason, and whether the specs have been withdrawn.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class CdiController:
         self._supervisor = supervisor
         self._is_late = is_late
         self._simulated_tool = simulated_tool
+        self._withdrawn = False
         directory = settings.binding.cdi_directory
         self._source: GeneratedSpecs | ToolkitSpecs
         if settings.cdi.source == "toolkit":
@@ -286,6 +287,7 @@ class CdiController:
         those that other software keeps stay.
         """
         if self._settings.cluster.withdraw_at_stop and isinstance(self._source, GeneratedSpecs):
+            self._withdrawn = True  # other loops go on, and may look
             await self._supervisor.stop(_TASK)
             try:
                 await self._source.remove()
@@ -358,7 +360,8 @@ class CdiController:
                 )
             )
         # the supervisor has a report for each loop that was started
-        if not any(report.name == _TASK for report in self._supervisor.reports):
+        is_running = any(report.name == _TASK for report in self._supervisor.reports)
+        if not is_running and not self._withdrawn:
             self._supervisor.start(
                 _TASK,
                 functools.partial(
