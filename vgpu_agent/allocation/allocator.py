@@ -330,7 +330,7 @@ class Allocator:
             records: the kubelet's records.
             reservation_seconds: how long a grant may stay without a holder in the records.
             newest_grant: the number of the last grant that was booked before the records were read.
-            initial: the ledger is being rebuilt, so a grant that only the records show is no drift.
+            initial: the ledger is being rebuilt, so nothing is drift.
             may_release: False while the kubelet is still finding its pods again after a restart.
             has_ended: tells whether the pod of a grant has ended according to the API server.
             ended_only: release nothing but grants of ended pods.

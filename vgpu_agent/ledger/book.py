@@ -691,7 +691,8 @@ class Ledger:
             newest: `newest` from before the records were read; they do not cover ids that were
                 booked since.
             initial: the ledger is being rebuilt, so it is no drift to adopt a grant, that is to
-                enter one that only the records show.
+                enter one that only the records show, or to name another holder: the ids may have
+                changed pods while another agent served the node.
             may_release: False while the kubelet itself is still finding its pods again after a
                 restart.
             still_runs: tells whether a grant stays although the records do not show it.

@@ -96,7 +96,8 @@ class Reconciliation:
             reservation_seconds: how long a grant without an owner may stay unconfirmed.
             newest: the number of the last grant from before the records were read; infinity if
                 they are newer than all grants.
-            initial: the ledger is being rebuilt, so to adopt a grant is no drift.
+            initial: the ledger is being rebuilt, so to adopt a grant or to name another holder
+                is no drift.
             may_release: False while a restarted kubelet still finds its pods again.
             still_runs: tells whether a grant stays although the records do not show it.
             has_ended: tells whether the API server confirms the end of a grant's pod.
@@ -140,7 +141,7 @@ class Reconciliation:
         owner = holding.owner
         grants = [self._grants.by_number[number] for number in sorted(holders)]
         if len(grants) == 1 and set(grants[0].ids) == set(holding.ids):
-            return self._name_owner(grants[0], owner, interpreted)
+            return self._name_owner(grants[0], owner, interpreted, initial=initial)
         undecided = all(grant.owner is None and grant.decided_for is None for grant in grants)
         if (
             interpreted.by_pod
@@ -188,7 +189,7 @@ class Reconciliation:
         return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)
 
     def _name_owner(
-        self, grant: Grant, owner: Owner, interpreted: InterpretedHolding
+        self, grant: Grant, owner: Owner, interpreted: InterpretedHolding, *, initial: bool
     ) -> Correction | None:
         known = grant.owner
         # `may_be`: no field that both know differs
@@ -258,7 +259,7 @@ class Reconciliation:
             f"the ids belong to {owner.pod_name}, the ledger had "
             f"{known.pod_name if known else 'no owner'}"
         )
-        return Correction("ledger.renamed", drift=True, grant=named, reason=reason)
+        return Correction("ledger.renamed", drift=not initial, grant=named, reason=reason)
 
     @staticmethod
     def _state(

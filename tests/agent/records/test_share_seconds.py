@@ -140,6 +140,16 @@ async def test_a_crash_makes_no_sum_smaller(tmp_path: Path) -> None:
     assert scraped[OF_TRAIN] == 60.0
 
 
+async def test_an_agent_that_has_stored_its_sums_counts_no_more(tmp_path: Path) -> None:
+    """In an update both it and its successor are scraped, and queries add up the two."""
+    world = await World.begin(tmp_path)
+    world.hold(f"{U0}::0")
+    world.wait(10)
+    await world.sums.store()
+    world.wait(20)
+    assert world.sums.sums == {OF_TRAIN: 10.0}
+
+
 async def test_another_pod_of_the_name_begins_anew_after_a_restart(tmp_path: Path) -> None:
     """The first pod of a StatefulSet has the same name each time, and held nothing meanwhile."""
     world = await World.begin(tmp_path)

@@ -114,8 +114,8 @@ class ShareSeconds:
         self._awaited: dict[Key, Sum] = {}
         # until when (by `clock`) they are waited for; when (by `wall`) the file was written
         self._awaited_until, self._stored_at = 0.0, 0.0
-        # a sum differs from the file; the file has been read
-        self._changed = self._loaded = False
+        # a sum differs from the file; the sums grow: from `load` to `store`
+        self._changed = self._counting = False
 
     async def load(self) -> None:
         """Read the file. Call this before `run`."""
@@ -129,7 +129,7 @@ class ShareSeconds:
                 self._sums[key] = one
         self._awaited_until = self._clock() + _AWAITED_SECONDS
         self._at = self._clock()
-        self._loaded = True
+        self._counting = True
 
     async def run(self) -> None:
         """Count soon after each change of the ledger, and write the file every minute, until
@@ -147,11 +147,13 @@ class ShareSeconds:
             await asyncio.sleep(_COALESCING_SECONDS)
 
     async def store(self) -> None:
-        """Write the file at the end of the process. A process that has not loaded it leaves it as
-        it is.
+        """Write the file, and let the sums stand still from then on: the next agent counts, also
+        where this process still answers scrapes. A process that has not loaded the file leaves it
+        as it is.
         """
-        if self._loaded:
+        if self._counting:
             await self._write(final=True)
+            self._counting = False
 
     async def _write(self, *, final: bool) -> None:
         """Write the file if anything was held since the last time."""
@@ -174,7 +176,7 @@ class ShareSeconds:
         Nothing is added before the file has been loaded: a sum that began before would hide the one
         in the file.
         """
-        if not self._loaded:
+        if not self._counting:
             return
         clock, wall = self._clock(), self._wall()
         passed, self._at = clock - self._at, clock
