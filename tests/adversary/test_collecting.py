@@ -406,7 +406,7 @@ async def test_killed_agents_leave_nothing_that_piles_up(tmp_path: Path) -> None
         kept_directory=str(tmp_path / "kept"),
         other_directories=[str(host), str(host / "regions"), str(state)],
     )
-    await grants.load()
+    await grants.tidy()
     assert (names(host), names(host / "regions"), names(state)) == (
         ["regions"],
         [],

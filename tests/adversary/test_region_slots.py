@@ -207,8 +207,18 @@ async def test_a_slot_that_was_taken_and_never_used_is_given_back(node: Node) ->
     (node.slots / "000" / "killed_main").mkdir()
     await node.deliver("first")
     node.start_agent()
-    await node.grants.load()
+    await node.grants.tidy()
     assert node.used() == {"001": ["first_main"]}
+
+
+async def test_a_slot_that_another_agent_is_just_taking_is_left_alone(node: Node) -> None:
+    """In an update the new agent reads the files while the old one delivers grants. Their regions
+    would be gone before their containers start.
+    """
+    (node.slots / "000" / "first_main").mkdir()
+    node.start_agent()
+    await node.grants.load()
+    assert node.used() == {"000": ["first_main"]}
 
 
 async def test_a_removed_region_that_is_still_open_fills_nobody_elses_slot(node: Node) -> None:
@@ -259,7 +269,7 @@ async def test_an_agent_that_was_killed_while_it_removed_a_slot_removes_nobody_e
     aside = Path(node.regions) / ".vgpu-agent-gone-0123456789abcdef"
     aside.symlink_to("../slots/001/second_main")
     node.start_agent()
-    await node.grants.load()
+    await node.grants.tidy()
     region = await node.deliver("second")
     await node.grants.sweep(node.regions, lambda name: not name.startswith("."))
     assert region.stat().st_size == hami_region.SIZE

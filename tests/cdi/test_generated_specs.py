@@ -303,11 +303,14 @@ async def test_the_file_of_an_earlier_agent_is_not_gone_by(tool: Tool, tmp_path:
 
 
 async def test_a_node_that_is_left_for_good_keeps_no_spec(tool: Tool, tmp_path: Path) -> None:
-    """All of ours are removed, also those of modes that were switched off, and no others."""
+    """All of ours are removed, also those of modes that were switched off and what a killed agent
+    had half written, and no others.
+    """
     cdi = tmp_path / "cdi"
     async with running(cdi) as specs:
         await made(specs, Wanted(1, ctk=tool.options))
     await asyncio.to_thread((cdi / f"{VENDOR}-mofed.json").write_text, "{}")
+    await asyncio.to_thread((cdi / f".{GPU_FILE}.new").write_text, "{")
     await asyncio.to_thread((cdi / "nvidia.yaml").write_text, "kind: nvidia.com/gpu")
     await specs.remove()
     assert [path.name for path in await asyncio.to_thread(lambda: list(cdi.iterdir()))] == [

@@ -210,13 +210,24 @@ async def test_loading_moves_a_damaged_spec_out_of_the_runtimes_way(
     ]
 
 
-async def test_loading_clears_away_what_a_killed_agent_had_half_written(
+async def test_what_a_killed_agent_had_half_written_is_cleared_away(
     grants: GrantDirectory, cdi_directory: Path
 ) -> None:
     """No other program would."""
     put(cdi_directory, ".vgpu-agent-17af.tmp", "half")
-    await grants.load()
+    await grants.tidy()
     assert names(cdi_directory) == []
+
+
+async def test_loading_leaves_what_another_agent_is_just_writing(
+    grants: GrantDirectory, cdi_directory: Path
+) -> None:
+    """In an update the new agent reads the files while the old one serves. The start of a container
+    would fail there, for a reason that nobody could find.
+    """
+    put(cdi_directory, ".vgpu-agent-17af.tmp", "half")
+    await grants.load()
+    assert names(cdi_directory) == [".vgpu-agent-17af.tmp"]
 
 
 async def test_a_directory_that_cannot_be_read_is_an_error(

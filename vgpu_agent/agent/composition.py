@@ -522,6 +522,7 @@ class Agent:
         await self._take_over()
         await self._share_seconds.load()
         self._serves_node = True
+        await self._grant_keeping.tidy()
         await self._grant_keeping.restore()  # specs and files that are missing, as after a reboot
         # specs whose ids the kubelet has given to another container meanwhile
         await self._grant_keeping.withdraw_foreign_specs()

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 _VENDOR = GPU_KIND.partition("/")[0]
 _CHANNEL_KIND = f"{_VENDOR}/imex-channel"
 
-# The same form as for the specs of grants, so that what a killed agent leaves behind is removed
-# with theirs at the next start.
-_TEMPORARY = ".vgpu-agent-{}.tmp"
+# One for each file, so that nothing can pile up. Not the form of `host_files.is_temporary`: what
+# has that form is removed while an agent starts, and its loop may be writing here by then.
+_TEMPORARY = ".{}.new"
 
 _REMEDIES = {
     errno.ENOSPC: "free some space on that file system",
@@ -383,11 +383,9 @@ def _write(path: str, content: bytes) -> None:
     Raises:
         CdiError: it cannot be written; names path, reason and remedy.
     """
-    directory = os.path.dirname(path)
-    # always the same, so that nothing can pile up
-    temporary = os.path.join(directory, _TEMPORARY.format(os.path.basename(path)))
+    temporary = _temporary(path)
     try:
-        os.makedirs(directory, mode=0o755, exist_ok=True)
+        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
         descriptor = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
         )
@@ -410,12 +408,19 @@ def _write(path: str, content: bytes) -> None:
         ) from err
 
 
+def _temporary(path: str) -> str:
+    return os.path.join(os.path.dirname(path), _TEMPORARY.format(os.path.basename(path)))
+
+
 def _remove(path: str) -> None:
-    """Remove the file; fine when it is gone already.
+    """Remove the file, and the unfinished one that a killed agent has left; fine when they are gone
+    already.
 
     Raises:
-        CdiError: it cannot be removed.
+        CdiError: the file cannot be removed.
     """
+    with contextlib.suppress(OSError):
+        os.unlink(_temporary(path))
     try:
         os.unlink(path)
     except FileNotFoundError:

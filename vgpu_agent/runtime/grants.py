@@ -176,6 +176,14 @@ class GrantDirectory:
         for event, facts in await asyncio.to_thread(self._load):
             self._journal.record(event, level="warning", **facts)
 
+    async def tidy(self) -> None:
+        """Remove the unfinished files and half-made directories that a killed agent has left.
+
+        Call this while no other agent serves the node, because what it is just making looks the
+        same; and before the first file is made.
+        """
+        await asyncio.to_thread(self._tidy)
+
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         """Make the host files, then the spec, each atomically.
         A second call with the same content changes nothing.
@@ -444,13 +452,15 @@ class GrantDirectory:
     def _load(self) -> list[tuple[str, dict[str, str]]]:
         notes: list[tuple[str, dict[str, str]]] = []
         records, kept = self._load_from(self._directory, notes), self._load_from(self._kept, notes)
-        for directory in self._other_directories:
-            _remove_unfinished(directory)
-        for slots in self._slots:
-            slots.remove_orphans()
         with self._changing:
             self._records, self._prepared = records, kept
         return notes
+
+    def _tidy(self) -> None:
+        for directory in (self._directory, self._kept, *self._other_directories):
+            _remove_unfinished(directory)
+        for slots in self._slots:
+            slots.remove_orphans()
 
     def _load_from(
         self, directory: str, notes: list[tuple[str, dict[str, str]]]
@@ -468,10 +478,7 @@ class GrantDirectory:
             raise host_files.file_error("read", directory, err) from err
         for name in names:
             path = os.path.join(directory, name)
-            if host_files.is_temporary(name):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-            elif matched := _SPEC_NAME.fullmatch(name):
+            if matched := _SPEC_NAME.fullmatch(name):
                 try:
                     records[matched[1]] = grant_spec.read_record(_read(path), matched[1])
                 except HostFileError as err:

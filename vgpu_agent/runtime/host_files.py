@@ -273,7 +273,9 @@ def has(path: str, content: bytes) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a file of this name is a half-written one that a killed agent left."""
+    """Tell whether a file of this name is one that is being written, or that a killed agent has
+    left half-written.
+    """
     return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX)
 
 

@@ -77,6 +77,10 @@ class GrantKeeping:
         """
         await self._grant_directory.load()
 
+    async def tidy(self) -> None:
+        """Remove what a killed agent has left unfinished, while no other agent serves the node."""
+        await self._grant_directory.tidy()
+
     async def restore(self) -> None:
         """Write what is missing, as after a reboot;
         each only while its ids still belong to the container that it was made for.
