@@ -14,6 +14,7 @@ import pytest
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.agent import succession
 from vgpu_agent.agent.succession import SOCKET, Succession
+from vgpu_agent.errors import AgentError
 from vgpu_agent.journal import Journal
 
 
@@ -98,6 +99,7 @@ async def agents(tmp_path: Path) -> AsyncIterator[Agents]:
         await connection.wait_closed()
     for agent in reversed(agents.made):
         await agent.stop_listening()
+        agent.stop_answering()
         agent.close()
 
 
@@ -138,6 +140,36 @@ async def test_the_end_of_an_agent_that_has_handed_over_removes_no_socket(agents
     await second.listen(_release, _unlink, _serve_again)
     await second.stop_listening()
     assert not file.exists()
+
+
+async def test_a_third_agent_that_asked_the_first_ends(agents: Agents) -> None:
+    """It has connected before the hand-over, and its request comes after it. To wait for the lock
+    would be in vain: the second agent has it, and keeps it.
+    """
+    first, third = await agents.serving(), agents.another()
+    assert await third.find_predecessor(agents.count_wait)
+    second = agents.another()
+    assert await second.find_predecessor(agents.count_wait)
+    await second.take_over(["a/b"], _release)
+    await first.stop_listening()
+    with pytest.raises(AgentError, match="another agent is just taking over"):
+        await third.take_over(["a/b"], _release)
+
+
+async def test_a_third_agent_finds_somebody_before_the_second_listens(agents: Agents) -> None:
+    """The first has let go of the lock, and the second has no socket yet: a third one that finds
+    neither would serve beside it.
+    """
+    first, second = await agents.serving(), agents.another()
+    assert await second.find_predecessor(agents.count_wait)
+    taking = asyncio.ensure_future(second.take_over(["a/b"], _release))
+    await first.handed_over.wait()
+    await first.stop_listening()
+    third = agents.another()
+    assert await third.find_predecessor(agents.count_wait)
+    with pytest.raises(AgentError, match="another agent is just taking over"):
+        await third.take_over(["a/b"], _release)
+    await taking
 
 
 async def test_an_agent_that_hung_leaves_the_socket_of_the_one_that_began(agents: Agents) -> None:

@@ -473,6 +473,7 @@ class Agent:
                 await self._stop()
             if self._succession.handed_over.is_set():
                 await first_of(stop.wait(), self._succession.successor_lost.wait())
+            self._succession.stop_answering()
         _logger.info("agent.stopped")
         needed_again = self._succession.successor_lost.is_set() and not stop.is_set()
         if needed_again:

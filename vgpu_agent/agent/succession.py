@@ -16,8 +16,9 @@ A lock in the same directory, which ends with its process, is held by the agent 
 node. So of two agents that start at the same time, the second waits until it can take over from the
 first.
 
-The old agent then does nothing but wait for its end. If the new one dies first, the old one starts
-again from the beginning. Two agents answer the kubelet or write to the cluster at the same time
+The old agent then does nothing but wait for its end, and answer a third agent that it is to try
+again later. If the new one dies first, the old one starts again from the beginning. Two agents
+answer the kubelet or write to the cluster at the same time
 only where one of them hangs or has no socket, because a node without an agent would be worse.
 
 Each message is one line of JSON. The new agent sends `Request`, and the old one answers `Answer`.
@@ -278,21 +279,25 @@ class Succession:
 
     async def stop_listening(self) -> None:
         """Let no agent take over any more, and wait for the end of a release that has begun. A
-        successor keeps its connection.
+        successor keeps its connection. After a hand-over other agents are still answered.
         """
         self._stopping = True
         if self._releasing:
             await self._release_over.wait()
-        if self._server is None:
+        # After a hand-over the successor puts its own socket there at any moment, also between the
+        # two calls below. A successor without one could not be asked to hand over in turn. Until
+        # then a third agent must find an answer here, or it would take this agent for dead.
+        if self._server is None or self.handed_over.is_set():
             return
         self._server.close()
-        # After a hand-over the successor puts its own socket there at any moment, also between the
-        # two calls below. A successor without one could not be asked to hand over in turn.
-        if self.handed_over.is_set():
-            return
         # not that of an agent that began because this one hung
         if await asyncio.to_thread(sockets.identity, self._path) == self._identity:
             await asyncio.to_thread(sockets.remove, self._path)
+
+    def stop_answering(self) -> None:
+        """Answer nobody any more: the last step of an agent that has handed over."""
+        if self._server is not None:
+            self._server.close()
 
     def close(self) -> None:
         """End the connection to the predecessor. If its process is still there, it serves the node
@@ -363,11 +368,12 @@ class Succession:
         if (
             request.protocol != _PROTOCOL  # of a later version of the agent
             or request.kubelet_directory != self._kubelet_directory
-            or self._stopping
         ):
             answer = Answer(version=__version__)
         elif self._releasing:
             answer = Answer(busy=True, version=__version__)
+        elif self._stopping:
+            answer = Answer(version=__version__)
         else:
             self._releasing, self._successor = True, writer
             self._release_over.clear()
