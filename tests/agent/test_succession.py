@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -22,14 +22,14 @@ class Agents:
     """The agents of one node, which share a directory."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.directory, self.journal = directory, Journal()
         self.made: list[Succession] = []
         self.connections: list[asyncio.StreamWriter] = []
         self.waits = 0
 
     def another(self) -> Succession:
         """One more agent, which has done nothing yet."""
-        self.made.append(Succession(str(self.directory), self.directory / "kubelet", Journal()))
+        self.made.append(Succession(str(self.directory), self.directory / "kubelet", self.journal))
         return self.made[-1]
 
     def count_wait(self) -> None:
@@ -179,6 +179,83 @@ async def test_an_agent_that_hung_leaves_the_socket_of_the_one_that_began(agents
     await second.listen(_release, _unlink, _serve_again)
     await first.stop_listening()
     assert (agents.directory / SOCKET).is_socket()
+
+
+Looking = Callable[[Succession], None]
+
+
+@pytest.fixture
+async def looking(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Looking]:
+    """Start the loop by which an agent keeps its socket, with short pauses."""
+    monkeypatch.setattr(succession, "LOOK_SECONDS", 0.01)
+    loops: list[asyncio.Task[None]] = []
+    yield lambda agent: loops.append(asyncio.ensure_future(agent.keep_listening()))
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
+
+
+async def _until_found(agents: Agents) -> Succession:
+    """Return an agent that has found a predecessor."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not (agents.directory / SOCKET).is_socket():  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+    new = agents.another()
+    assert await new.find_predecessor(agents.count_wait)
+    return new
+
+
+async def test_a_socket_that_could_not_be_made_is_made_later(
+    agents: Agents, looking: Looking
+) -> None:
+    """A disk that was full for a moment must not cost the next update its hand-over."""
+    (agents.directory / "succession.new").mkdir()
+    first = await agents.serving()
+    looking(first)
+    await asyncio.sleep(0.1)
+    assert [entry.event for entry in agents.journal.entries] == ["succession.unavailable"]
+    (agents.directory / "succession.new").rmdir()
+    await (await _until_found(agents)).take_over(["a/b"], _release)
+    assert first.handed_over.is_set()
+
+
+async def test_a_socket_that_was_removed_is_made_again(agents: Agents, looking: Looking) -> None:
+    """The next agent would wait for 45 s, and then serve beside this one. When the first attempt
+    fails, the lock is let go, and taken again with the next one.
+    """
+    first = await agents.serving()
+    (agents.directory / "succession.new").mkdir()
+    (agents.directory / SOCKET).unlink()
+    looking(first)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not agents.journal.entries:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+    (agents.directory / "succession.new").rmdir()
+    second = await _until_found(agents)
+    assert not await agents.another()._take_lock()
+    await second.take_over(["a/b"], _release)
+    assert first.handed_over.is_set()
+
+
+@pytest.mark.parametrize("hung", [True, False])
+async def test_no_socket_takes_the_place_of_another_agents(
+    agents: Agents, looking: Looking, *, hung: bool
+) -> None:
+    """Of one that began while this one hung, or while this one could make none."""
+    if hung:
+        first, second = await agents.serving(), agents.another()
+        await second.listen(_release, _unlink, _serve_again)
+    else:
+        (agents.directory / "succession.new").mkdir()
+        first = await agents.serving()
+        (agents.directory / "succession.new").rmdir()
+        second = await agents.serving()
+    looking(first)
+    await asyncio.sleep(0.1)
+    third = await _until_found(agents)
+    await third.take_over(["a/b"], _release)
+    assert second.handed_over.is_set()
+    assert not first.handed_over.is_set()
 
 
 async def test_only_the_end_of_the_successor_counts(agents: Agents) -> None:

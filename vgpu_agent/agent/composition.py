@@ -100,6 +100,7 @@ _LIST_SECONDS = 3.0
 # The pause between two passes of `_follow_pods`: many pods at once change the cache a hundred times
 # in a row. Starts of containers do not wait for a pass: they compute the claims themselves.
 _COALESCING_SECONDS = 0.02
+_SUCCESSION = "succession"  # the supervisor's name of the loop that keeps the socket
 
 
 async def run(loaded: Loaded) -> bool:
@@ -565,6 +566,7 @@ class Agent:
         # second lets that agent register while this one still answers, and the third undoes the
         # second if that agent ends first.
         await self._succession.listen(self._hand_over, self._unlink, self._serve_again)
+        self._supervisor.start(_SUCCESSION, self._succession.keep_listening)
         self._report.starting = ""
         inventory = self._gpu_watch.inventory.value
         _logger.info(
@@ -739,6 +741,7 @@ class Agent:
         return frozenset(resource.name for resource in self._ledger.resources)
 
     async def _stop(self) -> None:
+        await self._supervisor.stop(_SUCCESSION)
         await self._succession.stop_listening()
         if self._succession.handed_over.is_set():
             # all that the successor needs stays: the specs of containers, the Node's annotations

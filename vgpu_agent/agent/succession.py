@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.journal import Journal
 
+    _ServeOne = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
 _logger = log.get(__name__)
 
 SOCKET = "succession.sock"
@@ -61,6 +63,7 @@ _PROTOCOL = 1
 # answers the calls under way or ends them (6 s) and ends its MPS daemons (10 s).
 ANSWER_SECONDS = 45.0
 _LOCK_PAUSE_SECONDS = 0.2  # between two attempts to take the lock
+LOOK_SECONDS = 30.0  # between two looks at the own socket
 # A request that does not come at once is not one of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 64 * 1024  # a resource name has less than 320 characters
@@ -130,8 +133,11 @@ class Succession:
         self._reader: asyncio.StreamReader | None = None
         self._predecessor: asyncio.StreamWriter | None = None
         self._server: asyncio.Server | None = None
-        # of our own socket file, which a successor's replaces under the same name
+        # called for each connection; None before `listen`
+        self._serve_one: _ServeOne | None = None
+        # of our own socket file, which a successor's replaces under the same name; None without one
         self._identity: sockets.SocketIdentity | None = None
+        self._changes = log.ChangeFilter()  # lets a repeated failure be logged only once
         self._releasing = self._stopping = self._predecessor_silent = False
         # set when a release has ended, or was given up because the successor is gone
         self._release_over = asyncio.Event()
@@ -250,31 +256,55 @@ class Succession:
         ``serve_again`` undoes that, when the other one ends before it has registered.
 
         Where no socket can be made for that, it is logged. Then an upgrade leaves the node without
-        healthy ids for a moment, as a restart does.
+        healthy ids for a moment, as a restart does. `keep_listening` tries again.
         """
+        self._serve_one = functools.partial(self._serve, release, unlink, serve_again)
+        await self._listen(self._serve_one)
+
+    async def keep_listening(self) -> None:
+        """Make the socket again where that has failed, as on a full disk, or where it has been
+        removed; until cancelled.
+        """
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._serve_one is None:
+                continue
+            # Another socket there is that of an agent which began because this one hung.
+            if self._identity is None:
+                can_listen = await self._take_lock()
+            else:
+                can_listen = await asyncio.to_thread(sockets.identity, self._path) is None
+            if can_listen:
+                await self._listen(self._serve_one)
+
+    async def _listen(self, serve_one: _ServeOne) -> None:
+        if self._server is not None:
+            self._server.close()
         # Under another name first: the renaming replaces the predecessor's socket in one step.
         unfinished = self._path.with_suffix(".new")
         try:
             listener = await asyncio.to_thread(_bind, unfinished)
             self._server = await asyncio.start_unix_server(
-                functools.partial(self._serve, release, unlink, serve_again),
-                sock=listener,
-                limit=_LONGEST_LINE,
+                serve_one, sock=listener, limit=_LONGEST_LINE
             )
             await asyncio.to_thread(os.replace, unfinished, self._path)
         except (ListenError, OSError) as err:
-            self._journal.record(
-                "succession.unavailable",
-                level="warning",
-                path=str(self._path),
-                error=str(err),
-                remedy=(
-                    "make stateDirectory a directory in which the agent can create a socket; until "
-                    "then an upgrade leaves the node without healthy ids for a second or two"
-                ),
-            )
+            if self._changes.is_new("listen"):
+                self._journal.record(
+                    "succession.unavailable",
+                    level="warning",
+                    path=str(self._path),
+                    error=str(err),
+                    remedy=(
+                        "make stateDirectory a directory in which the agent can create a socket; "
+                        "until then an upgrade leaves the node without healthy ids for a second "
+                        "or two"
+                    ),
+                )
+            self._identity = None
             self._release_lock()  # the next agent would wait for a socket
             return
+        self._changes.forget("listen")
         self._identity = await asyncio.to_thread(sockets.identity, self._path)
 
     async def stop_listening(self) -> None:
