@@ -44,8 +44,12 @@ class Agents:
         return agent
 
 
-async def _release() -> None:
+async def _release(_: Callable[[], bool]) -> None:
     """Let go of nothing."""
+
+
+async def _register() -> None:
+    """Register nothing."""
 
 
 async def _unlink(_: Collection[str]) -> bool:
@@ -64,7 +68,7 @@ class Successor:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def asking(cls, agents: Agents) -> Successor:
+    async def asking(cls, agents: Agents, *, waits_seconds: float = 30) -> Successor:
         """One that has sent its request."""
         successor = cls(*await asyncio.open_unix_connection(os.fspath(agents.directory / SOCKET)))
         agents.connections.append(successor.writer)
@@ -73,7 +77,7 @@ class Successor:
             "version": "0",
             "kubeletDirectory": os.fspath(agents.directory / "kubelet"),
             "resources": ["a/b"],
-            "waitsUntil": time.monotonic() + 30,
+            "waitsUntil": time.monotonic() + waits_seconds,
         }
         await successor.say(request)
         return successor
@@ -113,7 +117,7 @@ async def test_an_agent_that_starts_waits_for_one_that_has_just_begun(agents: Ag
     assert not finding.done()
     await first.listen(_release, _unlink, _serve_again)
     assert await finding
-    await second.take_over(["a/b"], _release)
+    await second.take_over(["a/b"], _register)
     assert first.handed_over.is_set()
 
 
@@ -133,7 +137,7 @@ async def test_the_end_of_an_agent_that_has_handed_over_removes_no_socket(agents
     first = await agents.serving()
     second = agents.another()
     assert await second.find_predecessor(agents.count_wait)
-    await second.take_over(["a/b"], _release)
+    await second.take_over(["a/b"], _register)
     file = agents.directory / SOCKET
     await first.stop_listening()
     assert file.is_socket()
@@ -150,10 +154,10 @@ async def test_a_third_agent_that_asked_the_first_ends(agents: Agents) -> None:
     assert await third.find_predecessor(agents.count_wait)
     second = agents.another()
     assert await second.find_predecessor(agents.count_wait)
-    await second.take_over(["a/b"], _release)
+    await second.take_over(["a/b"], _register)
     await first.stop_listening()
     with pytest.raises(AgentError, match="another agent is just taking over"):
-        await third.take_over(["a/b"], _release)
+        await third.take_over(["a/b"], _register)
 
 
 async def test_a_third_agent_finds_somebody_before_the_second_listens(agents: Agents) -> None:
@@ -162,13 +166,13 @@ async def test_a_third_agent_finds_somebody_before_the_second_listens(agents: Ag
     """
     first, second = await agents.serving(), agents.another()
     assert await second.find_predecessor(agents.count_wait)
-    taking = asyncio.ensure_future(second.take_over(["a/b"], _release))
+    taking = asyncio.ensure_future(second.take_over(["a/b"], _register))
     await first.handed_over.wait()
     await first.stop_listening()
     third = agents.another()
     assert await third.find_predecessor(agents.count_wait)
     with pytest.raises(AgentError, match="another agent is just taking over"):
-        await third.take_over(["a/b"], _release)
+        await third.take_over(["a/b"], _register)
     await taking
 
 
@@ -215,7 +219,7 @@ async def test_a_socket_that_could_not_be_made_is_made_later(
     await asyncio.sleep(0.1)
     assert [entry.event for entry in agents.journal.entries] == ["succession.unavailable"]
     (agents.directory / "succession.new").rmdir()
-    await (await _until_found(agents)).take_over(["a/b"], _release)
+    await (await _until_found(agents)).take_over(["a/b"], _register)
     assert first.handed_over.is_set()
 
 
@@ -233,7 +237,7 @@ async def test_a_socket_that_was_removed_is_made_again(agents: Agents, looking: 
     (agents.directory / "succession.new").rmdir()
     second = await _until_found(agents)
     assert not await agents.another()._take_lock()
-    await second.take_over(["a/b"], _release)
+    await second.take_over(["a/b"], _register)
     assert first.handed_over.is_set()
 
 
@@ -253,7 +257,7 @@ async def test_no_socket_takes_the_place_of_another_agents(
     looking(first)
     await asyncio.sleep(0.1)
     third = await _until_found(agents)
-    await third.take_over(["a/b"], _release)
+    await third.take_over(["a/b"], _register)
     assert second.handed_over.is_set()
     assert not first.handed_over.is_set()
 
@@ -265,7 +269,7 @@ async def test_only_the_end_of_the_successor_counts(agents: Agents) -> None:
     await asyncio.sleep(0.05)  # it is accepted before the successor's
     second = agents.another()
     assert await second.find_predecessor(agents.count_wait)
-    await second.take_over(["a/b"], _release)
+    await second.take_over(["a/b"], _register)
     idle.close()
     await asyncio.sleep(0.2)
     assert not first.successor_lost.is_set()
@@ -295,7 +299,7 @@ async def test_a_successor_that_ends_before_it_has_registered_changes_nothing(
 
     third = agents.another()
     assert await third.find_predecessor(agents.count_wait)
-    await third.take_over(["a/b"], _release)
+    await third.take_over(["a/b"], _register)
     assert first.handed_over.is_set()
     assert not first.successor_lost.is_set()
 
@@ -315,6 +319,32 @@ async def test_a_word_that_comes_late_is_not_the_end_of_the_successor(
     successor.writer.close()
     async with asyncio.timeout(PATIENCE_SECONDS):
         await first.successor_lost.wait()
+
+
+@pytest.mark.parametrize(
+    ("waits_seconds", "then_seconds", "awaited"),
+    [(30, 30, True), (30, -1, False), (-1, None, False)],
+    ids=["to the end", "not for the second answer", "not for the first answer"],
+)
+async def test_a_release_knows_whether_the_successor_still_waits(
+    agents: Agents, waits_seconds: float, then_seconds: float | None, *, awaited: bool
+) -> None:
+    """One that has waited in vain for an agent that hung serves the node by then, and what this
+    agent has in memory is old.
+    """
+    first, told = agents.another(), list[bool]()
+
+    async def release(is_awaited: Callable[[], bool]) -> None:
+        told.append(is_awaited())
+
+    assert not await first.find_predecessor(agents.count_wait)
+    await first.listen(release, _unlink, _serve_again)
+    successor = await Successor.asking(agents, waits_seconds=waits_seconds)
+    if then_seconds is not None:
+        assert (await successor.answer())["serving"]
+        await successor.say({"waitsUntil": time.monotonic() + then_seconds})
+    assert (await successor.answer())["released"]
+    assert told == [awaited]
 
 
 async def test_a_fault_before_the_release_does_not_prevent_it(agents: Agents) -> None:

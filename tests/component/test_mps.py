@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -131,6 +133,30 @@ async def test_a_killed_daemon_is_told_with_its_pods_and_comes_back(mps: Mps) ->
     mps.tools.behave()
     await stage.allocatable(8)
     assert await agent.metric("vgpu_agent_mps_restarts_total") == 1
+
+
+async def test_an_agent_that_wakes_up_beside_its_successor_ends_no_daemon(mps: Mps) -> None:
+    """It hung, so another one serves the node and has adopted the daemon. The containers that were
+    granted since then are not in the ledger of the first.
+    """
+    stage = mps.stage
+    stage.constants |= {constants.SUCCESSION_ANSWER: 1, constants.VERIFY: 60}
+    old = await stage.ready_agent(mps.shared)
+    await stage.allocatable(8)
+    daemon = daemon_pid(mps.pipe)
+    os.kill(old.pid, signal.SIGSTOP)
+    new = stage.agent(mps.shared)
+    await new.start()
+    await new.until_ready()
+    await stage.allocatable(8)
+    await stage.admit("train")
+    await new.until("/debug/ledger", _is_proven)
+    os.kill(old.pid, signal.SIGCONT)
+    await old.until_logged("agent.handed_over")
+    await new.until_logged("plugin.registering_again")
+    assert daemon_pid(mps.pipe) == daemon
+    assert await old.terminate() == 0
+    assert daemon_pid(mps.pipe) == daemon
 
 
 @pytest.mark.parametrize("binary", ["missing", "nonsense"])

@@ -722,16 +722,21 @@ class Agent:
         self._offering.may_register.set()
         await self._offering.until_listed(_LIST_SECONDS)
 
-    async def _hand_over(self) -> None:
-        """Let go of the node: first end all loops that write, then answer no call any more."""
+    async def _hand_over(self, is_awaited: Callable[[], bool]) -> None:
+        """Let go of the node: first end all loops that write, then answer no call any more.
+
+        A successor for which ``is_awaited`` is false serves the node already: its file of share
+        seconds is newer, and its containers may use a daemon that has no clients in this ledger.
+        """
         self._report.starting = "another agent has taken over this node"
         # the plugin servers need the first, and end by themselves
         await self._supervisor.stop_all_but(
             lambda name: name == "kubelet directory" or self._offering.has_task(name)
         )
-        await self._store_records()
+        await self._store_records(share_seconds=is_awaited())
         await self._offering.hand_over()
-        await self._mps.stop(SHUTDOWN_SECONDS)
+        if is_awaited():
+            await self._mps.stop(SHUTDOWN_SECONDS)
 
     def _on_file_made(self, path: str) -> None:
         self._region_guard.take(path)
@@ -779,15 +784,16 @@ class Agent:
         # last, because a predecessor that still runs begins again when it sees this end
         self._succession.close()
 
-    async def _store_records(self) -> None:
-        """Write what the loops of share seconds and audit log have not written yet; a disk that
-        hangs delays the stop by no more than `SHUTDOWN_SECONDS`.
+    async def _store_records(self, *, share_seconds: bool = True) -> None:
+        """Write what the loops of share seconds and audit log have not written yet, the former only
+        with ``share_seconds``; a disk that hangs delays the stop by no more than
+        `SHUTDOWN_SECONDS`.
         """
         await self._supervisor.stop("share seconds")
         await self._supervisor.stop("audit log")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_SECONDS):
-                await self._share_seconds.store()
+                await self._share_seconds.end(write=share_seconds)
                 if self._audit is not None:
                     await self._audit.close()
 

@@ -67,7 +67,6 @@ LOOK_SECONDS = 30.0  # between two looks at the own socket
 # A request that does not come at once is not one of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 64 * 1024  # a resource name has less than 320 characters
-_REGISTERED = b'{"registered":true}\n'
 # The last line of a successor that has handed over in turn: its predecessor must not serve again
 # when the connection ends.
 _HANDED_ON = b"{}\n"
@@ -89,6 +88,16 @@ class Request(msgspec.Struct, frozen=True, rename="camel"):
     version: str
     kubelet_directory: str
     resources: tuple[str, ...] = ()
+    waits_until: float = 0.0
+
+
+class Registered(msgspec.Struct, frozen=True, rename="camel"):
+    """The word of a new agent that it has registered while the old one still serves.
+
+    Attributes:
+        waits_until: as in `Request`, for the second answer.
+    """
+
     waits_until: float = 0.0
 
 
@@ -218,11 +227,11 @@ class Succession:
             resources=tuple(resources),
             waits_until=time.monotonic() + ANSWER_SECONDS,
         )
-        message = msgspec.json.encode(request) + b"\n"
-        answer = await self._ask(self._reader, self._predecessor, message)
+        answer = await self._ask(self._reader, self._predecessor, request)
         if answer is not None and answer.serving:
             await register()
-            answer = await self._ask(self._reader, self._predecessor, _REGISTERED)
+            registered = Registered(waits_until=time.monotonic() + ANSWER_SECONDS)
+            answer = await self._ask(self._reader, self._predecessor, registered)
         if answer is not None and answer.released:
             # the connection stays open: its end would tell that this agent is gone
             self._journal.record("agent.took_over", predecessor=answer.version)
@@ -246,14 +255,19 @@ class Succession:
 
     async def listen(
         self,
-        release: Callable[[], Awaitable[None]],
+        release: Callable[[Callable[[], bool]], Awaitable[None]],
         unlink: Callable[[Collection[str]], Awaitable[bool]],
         serve_again: Callable[[], Awaitable[None]],
     ) -> None:
-        """Let the next agent take over from now on; ``release`` ends all that two agents must not
-        do at the same time. ``unlink`` makes the kubelet forget its clients of the given resources,
-        so that another agent can register beside this one, and tells whether that worked.
-        ``serve_again`` undoes that, when the other one ends before it has registered.
+        """Let the next agent take over from now on.
+
+        Args:
+            release: ends all that two agents must not do at the same time. It is called with a
+                function that tells whether the successor still waits for that; one that has waited
+                in vain, because this agent hung, serves the node by then.
+            unlink: makes the kubelet forget its clients of the given resources, so that another
+                agent can register beside this one, and tells whether that worked.
+            serve_again: undoes that, when the other one ends before it has registered.
 
         Where no socket can be made for that, it is logged. Then an upgrade leaves the node without
         healthy ids for a moment, as a restart does. `keep_listening` tries again.
@@ -340,11 +354,14 @@ class Succession:
         self._release_lock()
 
     async def _ask(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        message: Request | Registered,
     ) -> Answer | None:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                writer.write(message)
+                writer.write(msgspec.json.encode(message) + b"\n")
                 await writer.drain()
                 line = await reader.readline()
             return msgspec.json.decode(line, type=Answer) if line else None
@@ -362,7 +379,7 @@ class Succession:
 
     async def _serve(
         self,
-        release: Callable[[], Awaitable[None]],
+        release: Callable[[Callable[[], bool]], Awaitable[None]],
         unlink: Callable[[Collection[str]], Awaitable[bool]],
         serve_again: Callable[[], Awaitable[None]],
         reader: asyncio.StreamReader,
@@ -383,7 +400,7 @@ class Succession:
 
     async def _hand_over(
         self,
-        release: Callable[[], Awaitable[None]],
+        release: Callable[[Callable[[], bool]], Awaitable[None]],
         unlink: Callable[[Collection[str]], Awaitable[bool]],
         serve_again: Callable[[], Awaitable[None]],
         reader: asyncio.StreamReader,
@@ -408,18 +425,18 @@ class Succession:
             self._releasing, self._successor = True, writer
             self._release_over.clear()
             try:
+                waits_until = request.waits_until
                 # If this agent hung after the request came, the sender has stopped waiting and may
                 # have registered; `unlink` would undo that.
-                if (
-                    time.monotonic() < request.waits_until
-                    and await _try_unlink(unlink(request.resources))
-                    and not await _successor_registered(reader, writer)
-                ):
-                    await serve_again()
-                    self._journal.record("agent.successor_lost", level="warning")
-                    self._releasing, self._successor = False, None
-                    return False
-                await release()
+                if time.monotonic() < waits_until and await _try_unlink(unlink(request.resources)):
+                    registered = await _until_registered(reader, writer)
+                    if registered is None:
+                        await serve_again()
+                        self._journal.record("agent.successor_lost", level="warning")
+                        self._releasing, self._successor = False, None
+                        return False
+                    waits_until = registered.waits_until
+                await release(lambda: time.monotonic() < waits_until)
             finally:
                 # also when `release` failed halfway: this agent cannot serve any more
                 if self._releasing:
@@ -444,19 +461,27 @@ async def _try_unlink(unlinking: Awaitable[bool]) -> bool:
         return False
 
 
-async def _successor_registered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """Let the successor register, and wait until it has, but not forever; return False if it is
+async def _until_registered(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> Registered | None:
+    """Let the successor register, and wait until it has, but not forever; return None if it is
     gone first.
     """
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             writer.write(msgspec.json.encode(Answer(serving=True, version=__version__)) + b"\n")
             await writer.drain()
-            return bool(await reader.readline())
+            line = await reader.readline()
     except TimeoutError:
-        return True  # it hangs, and may have registered
+        return Registered()  # it hangs, and may have registered
     except (OSError, ValueError):  # ValueError: an endless line
-        return False
+        return None
+    if not line:
+        return None
+    try:
+        return msgspec.json.decode(line, type=Registered)
+    except ValueError:  # of a later version of the agent
+        return Registered()
 
 
 def _open(path: Path) -> int:

@@ -54,7 +54,7 @@ class World:
     async def restart(self, *, orderly: bool = True, away_seconds: float = 0.0) -> None:
         """End the process and start the next one, with the same ledger."""
         if orderly:
-            await self.sums.store()
+            await self.sums.end(write=True)
         self.wait(away_seconds)
         self.sums = self._another()
         await self.sums.load()
@@ -140,12 +140,12 @@ async def test_a_crash_makes_no_sum_smaller(tmp_path: Path) -> None:
     assert scraped[OF_TRAIN] == 60.0
 
 
-async def test_an_agent_that_has_stored_its_sums_counts_no_more(tmp_path: Path) -> None:
+async def test_an_agent_that_has_ended_its_sums_counts_no_more(tmp_path: Path) -> None:
     """In an update both it and its successor are scraped, and queries add up the two."""
     world = await World.begin(tmp_path)
     world.hold(f"{U0}::0")
     world.wait(10)
-    await world.sums.store()
+    await world.sums.end(write=True)
     world.wait(20)
     assert world.sums.sums == {OF_TRAIN: 10.0}
 
@@ -155,7 +155,7 @@ async def test_another_pod_of_the_name_begins_anew_after_a_restart(tmp_path: Pat
     world = await World.begin(tmp_path)
     world.hold(f"{U0}::0")
     world.wait(10)
-    await world.sums.store()
+    await world.sums.end(write=True)
     world.end()
     world.hold(f"{U0}::0", owner=Owner("main", "uid-of-another", "default", "train"))
     await world.restart(orderly=False, away_seconds=100)
@@ -208,9 +208,9 @@ async def test_a_probe_before_the_file_is_read_begins_no_sum(tmp_path: Path) -> 
     world = await World.begin(tmp_path)
     world.hold(f"{U0}::0")
     world.wait(10)
-    await world.sums.store()
+    await world.sums.end(write=True)
     world.sums = world._another()
     assert world.sums.sums == {}
-    await world.sums.store()
+    await world.sums.end(write=True)
     await world.sums.load()
     assert world.sums.sums[OF_TRAIN] == pytest.approx(10.0)

@@ -114,7 +114,7 @@ class ShareSeconds:
         self._awaited: dict[Key, Sum] = {}
         # until when (by `clock`) they are waited for; when (by `wall`) the file was written
         self._awaited_until, self._stored_at = 0.0, 0.0
-        # a sum differs from the file; the sums grow: from `load` to `store`
+        # a sum differs from the file; the sums grow: from `load` to `end`
         self._changed = self._counting = False
 
     async def load(self) -> None:
@@ -146,14 +146,13 @@ class ShareSeconds:
             await versions.passed(timeout_seconds=left)
             await asyncio.sleep(_COALESCING_SECONDS)
 
-    async def store(self) -> None:
-        """Write the file, and let the sums stand still from then on: the next agent counts, also
-        where this process still answers scrapes. A process that has not loaded the file leaves it
-        as it is.
+    async def end(self, *, write: bool) -> None:
+        """Let the sums stand still from now on: the next agent counts, also where this process
+        still answers scrapes. Before, write the file if ``write`` and if it has been loaded.
         """
-        if self._counting:
+        if self._counting and write:
             await self._write(final=True)
-            self._counting = False
+        self._counting = False
 
     async def _write(self, *, final: bool) -> None:
         """Write the file if anything was held since the last time."""
