@@ -7,10 +7,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import operator
 import os
 import statistics
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +21,7 @@ import msgspec
 import pytest
 
 from tests.cdi.cdi_schema import SCHEMA
-from tests.patience import quickest
+from tests.patience import PATIENCE_SECONDS, quickest
 from tests.runtime.conftest import MakeGrant, names
 from tests.runtime.grants_parts import changed_at, events, link, put, read, spec_name
 from vgpu_agent.allocation.carrier import Carrier
@@ -133,6 +135,65 @@ async def test_a_start_in_the_middle_of_a_restoration_is_not_undone(
     assert await grants.restore([old]) == 0
     assert grants.records == (new,)
     assert "pod-2" in (cdi_directory / spec_name(new.token)).read_text()
+
+
+@pytest.mark.parametrize(
+    ("work", "hangs_at"),
+    [
+        ("collect", "_lock"),
+        ("collect", "_mounts.mounted_below"),
+        ("withdraw", "_lock"),
+        ("deliver", "_lock"),
+    ],
+)
+async def test_a_thread_of_an_agent_that_has_handed_over_changes_no_file(
+    grants: GrantDirectory,
+    grant: MakeGrant,
+    monkeypatch: pytest.MonkeyPatch,
+    cdi_directory: Path,
+    work: str,
+    hangs_at: str,
+) -> None:
+    """It outlives the cancelled loop. Meanwhile the successor may have given the ids, and so the
+    name of the spec, to another container.
+    """
+    (record, provision), (new, new_provision) = grant(1), grant(2)
+    new = msgspec.structs.replace(new, token=record.token)
+    await grants.deliver(record, provision)
+    reached, go_on = threading.Event(), threading.Event()
+    really: Callable[[str], object] = operator.attrgetter(hangs_at)(grants)
+
+    def slowly(name: str) -> object:
+        reached.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        return really(name)
+
+    works: dict[str, Callable[[], Awaitable[object]]] = {
+        "collect": lambda: grants.collect(lambda _: False),
+        "withdraw": lambda: grants.withdraw(record),
+        "deliver": lambda: grants.deliver(
+            record, msgspec.structs.replace(provision, edits=Edits({"LATE": "yes"}))
+        ),
+    }
+    with monkeypatch.context() as patched:
+        owner, _, name = hangs_at.rpartition(".")
+        patched.setattr(getattr(grants, owner) if owner else grants, name, slowly)
+        task = asyncio.ensure_future(works[work]())
+        assert await asyncio.to_thread(reached.wait, PATIENCE_SECONDS)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    grants.finish()
+
+    successor = GrantDirectory(
+        str(cdi_directory), Journal(), kept_directory=str(cdi_directory.parent / "kept")
+    )
+    await successor.load()
+    await successor.deliver(new, new_provision)
+    spec = read(str(cdi_directory / spec_name(new.token)))
+    go_on.set()
+    await asyncio.sleep(0.1)
+    assert read(str(cdi_directory / spec_name(new.token))) == spec
+    assert read(provision.files[0].path)
 
 
 async def test_an_early_answer_needs_host_files_and_is_remembered(

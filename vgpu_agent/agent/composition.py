@@ -735,6 +735,7 @@ class Agent:
         )
         await self._store_records(share_seconds=is_awaited())
         await self._offering.hand_over()
+        self._grant_keeping.finish()
         if is_awaited():
             await self._mps.stop(SHUTDOWN_SECONDS)
 

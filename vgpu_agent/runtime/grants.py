@@ -139,6 +139,7 @@ class GrantDirectory:
         self._old_directory = old_directory
         self._slots = tuple(slots)
         self._own_thread = OwnThread("grant files")
+        self._finished = False
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
         # path → when it is tried again, by the monotonic clock
         self._again_at: dict[str, float] = {}
@@ -183,6 +184,12 @@ class GrantDirectory:
         same; and before the first file is made.
         """
         await asyncio.to_thread(self._tidy)
+
+    def finish(self) -> None:
+        """Let no thread that works for a cancelled caller change a file any more: another agent has
+        taken over this node, and a file of the same name may belong to a container of its.
+        """
+        self._finished = True
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         """Make the host files, then the spec, each atomically.
@@ -523,7 +530,12 @@ class GrantDirectory:
                     self._unowned = {*self._unowned, before.own_directory}
             return True
 
+    def _require_unfinished(self) -> None:
+        if self._finished:
+            raise HostFileError("another agent has taken over this node")
+
     def _make(self, provision: Provision) -> None:
+        self._require_unfinished()
         # e.g. files of the container's previous run; the directory may be a link to one in a slot
         for path in provision.removed:
             host_files.remove_file(region_slots.resolve_slot(provision.own_directory), path)
@@ -540,6 +552,7 @@ class GrantDirectory:
             self._on_file_made(file.path)
 
     def _write(self, path: str, content: bytes, directory: str) -> None:
+        self._require_unfinished()
         with self._noting(directory, "the records of containers"):
             host_files.replace_file(path, content)
 
@@ -690,6 +703,7 @@ class GrantDirectory:
                 self._unlink(record)
 
     def _unlink(self, record: GrantRecord) -> None:
+        self._require_unfinished()
         path = self._path(record.token)
         try:
             os.unlink(path)
@@ -712,9 +726,10 @@ class GrantDirectory:
             the new path, which is still to be removed; empty when there is no directory; None while
             it is mounted.
         """
-        return (
-            None if self._mounts.mounted_below(path) is Use.MOUNTED else host_files.move_aside(path)
-        )
+        if self._mounts.mounted_below(path) is Use.MOUNTED:
+            return None
+        self._require_unfinished()  # the search may have taken long
+        return host_files.move_aside(path)
 
 
 def _in_slot(provision: Provision) -> Provision:

@@ -81,6 +81,10 @@ class GrantKeeping:
         """Remove what a killed agent has left unfinished, while no other agent serves the node."""
         await self._grant_directory.tidy()
 
+    def finish(self) -> None:
+        """Change no file any more: another agent has taken over this node."""
+        self._grant_directory.finish()
+
     async def restore(self) -> None:
         """Write what is missing, as after a reboot;
         each only while its ids still belong to the container that it was made for.
