@@ -22,6 +22,14 @@ def test_only_root_may_connect(directory: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_it_listens_at_once(directory: Path) -> None:
+    """An agent that starts removes sockets of others on which nobody listens."""
+    path = directory / "a.sock"
+
+    with bind(path, "--dir"), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
 def test_a_path_that_is_too_long_is_refused(directory: Path) -> None:
     """A unix socket path has at most 107 bytes (kubelet §2). The message says what to shorten."""
     with pytest.raises(ListenError, match=r"107 are allowed; choose a shorter --dir"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import UnknownDeviceError
 from vgpu_agent.grpc.server import GrpcServer
+from vgpu_agent.grpc.sockets import bind
 from vgpu_agent.kubelet import server
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
@@ -206,21 +208,34 @@ async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, no
     ]
 
 
+@pytest.mark.parametrize("served", [True, False])
 async def test_a_socket_that_a_new_kubelet_has_deleted_is_not_registered(
-    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch, *, served: bool
 ) -> None:
     """A kubelet that comes back deletes all sockets before it listens. Had it been told of a
     deleted one, it would have failed every pod until somebody noticed.
     """
     deleted = list[str]()
 
-    async def delete_first(socket: Path, *, endpoint: str, **others: Any) -> None:
-        if not deleted:
-            deleted.append(endpoint)
-            await asyncio.to_thread((kubelet.plugins / endpoint).unlink)
-        await register(socket, endpoint=endpoint, **others)
+    if served:
 
-    monkeypatch.setattr(server, "register", delete_first)
+        async def delete_first(path: Path, *, endpoint: str, **others: Any) -> None:
+            if not deleted:
+                deleted.append(endpoint)
+                await asyncio.to_thread((kubelet.plugins / endpoint).unlink)
+            await register(path, endpoint=endpoint, **others)
+
+        monkeypatch.setattr(server, "register", delete_first)
+    else:
+
+        def delete_at_once(path: Path, setting: str) -> socket.socket:
+            listener = bind(path, setting)
+            if not deleted:
+                deleted.append(path.name)
+                path.unlink()
+            return listener
+
+        monkeypatch.setattr(server, "bind", delete_at_once)
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
 

@@ -45,7 +45,8 @@ class SocketIdentity(NamedTuple):
 
 
 def bind(path: Path, setting: str) -> socket.socket:
-    """Return a socket that is bound to ``path``, mode 0600, not listening yet.
+    """Return a socket that listens at ``path``, mode 0600. It listens at once, because an agent
+    that starts removes sockets of other agents on which nobody listens.
 
     ``setting`` is the setting by which an operator chooses the directory, for the messages.
 
@@ -64,6 +65,7 @@ def bind(path: Path, setting: str) -> socket.socket:
         # before bind, so that the file never exists with a wider mode
         os.fchmod(listener.fileno(), 0o600)
         listener.bind(os.fspath(path))
+        listener.listen()
     except OSError as err:
         listener.close()
         remedy = _REMEDIES.get(err.errno or 0, "see the error").format(setting=setting)

@@ -550,7 +550,8 @@ class _Instance:
         Raises:
             KubeletError: the socket is gone, or was replaced.
         """
-        if await asyncio.to_thread(identity, self._path) != self._identity:
+        found = await asyncio.to_thread(identity, self._path)
+        if found is None or found != self._identity:
             raise KubeletError(
                 f"the agent's socket {self.name} was deleted while it was registered: the kubelet "
                 "has restarted"
