@@ -12,7 +12,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -138,61 +138,68 @@ async def test_a_start_in_the_middle_of_a_restoration_is_not_undone(
 
 
 @pytest.mark.parametrize(
-    ("work", "hangs_at"),
+    ("work", "hangs_at", "early"),
     [
-        ("collect", "_lock"),
-        ("collect", "_mounts.mounted_below"),
-        ("withdraw", "_lock"),
-        ("deliver", "_lock"),
+        ("collect", "_lock", False),
+        ("collect", "_lock", True),
+        ("collect", "_mounts.mounted_below", False),
+        ("withdraw", "_lock", False),
     ],
 )
-async def test_a_thread_of_an_agent_that_has_handed_over_changes_no_file(
+async def test_a_thread_of_an_agent_that_hands_over_removes_nothing(
     grants: GrantDirectory,
     grant: MakeGrant,
     monkeypatch: pytest.MonkeyPatch,
     cdi_directory: Path,
     work: str,
     hangs_at: str,
+    *,
+    early: bool,
 ) -> None:
     """It outlives the cancelled loop. Meanwhile the successor may have given the ids, and so the
-    name of the spec, to another container.
+    name of the file, to another container. ``early``: one without a spec and without a directory.
     """
+    kept = cdi_directory.parent / "kept"
+    successor = GrantDirectory(str(cdi_directory), Journal(), kept_directory=str(kept))
     (record, provision), (new, new_provision) = grant(1), grant(2)
+    if early:
+        record = msgspec.structs.replace(record, own_directory="")
     new = msgspec.structs.replace(new, token=record.token)
-    await grants.deliver(record, provision)
-    reached, go_on = threading.Event(), threading.Event()
-    really: Callable[[str], object] = operator.attrgetter(hangs_at)(grants)
+    await (grants.write_host_files if early else grants.deliver)(record, provision)
+    reached, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    hanging: Callable[[str], object] = operator.attrgetter(hangs_at)(grants)
+    working: Callable[[object], object] = getattr(grants, f"_{work}")
 
-    def slowly(name: str) -> object:
+    def hang(name: str) -> object:
         reached.set()
         assert go_on.wait(PATIENCE_SECONDS)
-        return really(name)
+        return hanging(name)
 
-    works: dict[str, Callable[[], Awaitable[object]]] = {
-        "collect": lambda: grants.collect(lambda _: False),
-        "withdraw": lambda: grants.withdraw(record),
-        "deliver": lambda: grants.deliver(
-            record, msgspec.structs.replace(provision, edits=Edits({"LATE": "yes"}))
-        ),
-    }
+    def work_to_the_end(record: object) -> object:
+        try:
+            return working(record)
+        finally:
+            ended.set()
+
     with monkeypatch.context() as patched:
         owner, _, name = hangs_at.rpartition(".")
-        patched.setattr(getattr(grants, owner) if owner else grants, name, slowly)
-        task = asyncio.ensure_future(works[work]())
+        patched.setattr(getattr(grants, owner) if owner else grants, name, hang)
+        patched.setattr(grants, f"_{work}", work_to_the_end)
+        task = asyncio.ensure_future(
+            grants.collect(lambda _: False) if work == "collect" else grants.withdraw(record)
+        )
         assert await asyncio.to_thread(reached.wait, PATIENCE_SECONDS)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    grants.finish()
+    grants.keep_all()
 
-    successor = GrantDirectory(
-        str(cdi_directory), Journal(), kept_directory=str(cdi_directory.parent / "kept")
-    )
     await successor.load()
-    await successor.deliver(new, new_provision)
-    spec = read(str(cdi_directory / spec_name(new.token)))
+    await (successor.write_host_files if early else successor.deliver)(new, new_provision)
+    path = (kept if early else cdi_directory) / spec_name(new.token)
+    content = read(str(path))
     go_on.set()
-    await asyncio.sleep(0.1)
-    assert read(str(cdi_directory / spec_name(new.token))) == spec
+    assert await asyncio.to_thread(ended.wait, PATIENCE_SECONDS)
+    assert read(str(path)) == content
     assert read(provision.files[0].path)
 
 

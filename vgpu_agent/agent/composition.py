@@ -725,17 +725,18 @@ class Agent:
     async def _hand_over(self, is_awaited: Callable[[], bool]) -> None:
         """Let go of the node: first end all loops that write, then answer no call any more.
 
-        A successor for which ``is_awaited`` is false serves the node already: its file of share
-        seconds is newer, and its containers may use a daemon that has no clients in this ledger.
+        A successor for which ``is_awaited`` is false may serve the node already: then its file of
+        share seconds is newer, and its containers may use a daemon that has no clients in this
+        ledger.
         """
         self._report.starting = "another agent has taken over this node"
         # the plugin servers need the first, and end by themselves
         await self._supervisor.stop_all_but(
             lambda name: name == "kubelet directory" or self._offering.has_task(name)
         )
+        self._grant_keeping.keep_all()  # threads of these loops may go on
         await self._store_records(share_seconds=is_awaited())
         await self._offering.hand_over()
-        self._grant_keeping.finish()
         if is_awaited():
             await self._mps.stop(SHUTDOWN_SECONDS)
 

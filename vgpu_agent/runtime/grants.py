@@ -139,7 +139,7 @@ class GrantDirectory:
         self._old_directory = old_directory
         self._slots = tuple(slots)
         self._own_thread = OwnThread("grant files")
-        self._finished = False
+        self._keeps_all = False
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
         # path → when it is tried again, by the monotonic clock
         self._again_at: dict[str, float] = {}
@@ -185,11 +185,11 @@ class GrantDirectory:
         """
         await asyncio.to_thread(self._tidy)
 
-    def finish(self) -> None:
-        """Let no thread that works for a cancelled caller change a file any more: another agent has
-        taken over this node, and a file of the same name may belong to a container of its.
+    def keep_all(self) -> None:
+        """Remove nothing any more, also in a thread that goes on for a cancelled caller: another
+        agent is taking over this node, and a file of the same name may be one of its containers'.
         """
-        self._finished = True
+        self._keeps_all = True
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         """Make the host files, then the spec, each atomically.
@@ -530,12 +530,7 @@ class GrantDirectory:
                     self._unowned = {*self._unowned, before.own_directory}
             return True
 
-    def _require_unfinished(self) -> None:
-        if self._finished:
-            raise HostFileError("another agent has taken over this node")
-
     def _make(self, provision: Provision) -> None:
-        self._require_unfinished()
         # e.g. files of the container's previous run; the directory may be a link to one in a slot
         for path in provision.removed:
             host_files.remove_file(region_slots.resolve_slot(provision.own_directory), path)
@@ -552,7 +547,6 @@ class GrantDirectory:
             self._on_file_made(file.path)
 
     def _write(self, path: str, content: bytes, directory: str) -> None:
-        self._require_unfinished()
         with self._noting(directory, "the records of containers"):
             host_files.replace_file(path, content)
 
@@ -643,6 +637,7 @@ class GrantDirectory:
             None when the grant stays.
         """
         with self._lock(record.token), self._lock_of(record.own_directory):
+            self._require_removals()
             has_spec, prepared = (
                 self._records.get(record.token) is record,
                 self._prepared.get(record.token) is record,
@@ -702,8 +697,12 @@ class GrantDirectory:
             if self._records.get(record.token) is record:
                 self._unlink(record)
 
+    def _require_removals(self) -> None:
+        if self._keeps_all:
+            raise HostFileError("another agent is taking over this node, and nothing is removed")
+
     def _unlink(self, record: GrantRecord) -> None:
-        self._require_unfinished()
+        self._require_removals()
         path = self._path(record.token)
         try:
             os.unlink(path)
@@ -728,7 +727,7 @@ class GrantDirectory:
         """
         if self._mounts.mounted_below(path) is Use.MOUNTED:
             return None
-        self._require_unfinished()  # the search may have taken long
+        self._require_removals()  # the search may have taken long
         return host_files.move_aside(path)
 
 

@@ -81,9 +81,9 @@ class GrantKeeping:
         """Remove what a killed agent has left unfinished, while no other agent serves the node."""
         await self._grant_directory.tidy()
 
-    def finish(self) -> None:
-        """Change no file any more: another agent has taken over this node."""
-        self._grant_directory.finish()
+    def keep_all(self) -> None:
+        """Remove nothing any more: another agent is taking over this node."""
+        self._grant_directory.keep_all()
 
     async def restore(self) -> None:
         """Write what is missing, as after a reboot;
