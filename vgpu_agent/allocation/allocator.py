@@ -318,6 +318,7 @@ class Allocator:
         reservation_seconds: float,
         newest_grant: float = math.inf,
         initial: bool = False,
+        serving: bool = True,
         may_release: bool = True,
         has_ended: Callable[[Grant], bool] = lambda _: False,
         ended_only: bool = False,
@@ -330,7 +331,8 @@ class Allocator:
             records: the kubelet's records.
             reservation_seconds: how long a grant may stay without a holder in the records.
             newest_grant: the number of the last grant that was booked before the records were read.
-            initial: the ledger is being rebuilt, so nothing is drift.
+            initial: the ledger is being rebuilt, so a grant that only the records show is no drift.
+            serving: False while another agent may serve the node, so another holder is no drift.
             may_release: False while the kubelet is still finding its pods again after a restart.
             has_ended: tells whether the pod of a grant has ended according to the API server.
             ended_only: release nothing but grants of ended pods.
@@ -353,6 +355,7 @@ class Allocator:
             reservation_seconds=reservation_seconds,
             newest=newest_grant,
             initial=initial,
+            serving=serving,
             may_release=may_release,
             # hidden: it runs, but the records lack it, such as an init container
             still_runs=lambda grant: (

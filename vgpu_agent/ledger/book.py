@@ -675,6 +675,7 @@ class Ledger:
         reservation_seconds: float,
         newest: float = math.inf,
         initial: bool = False,
+        serving: bool = True,
         may_release: bool = True,
         still_runs: Callable[[Grant], bool] = lambda _: False,
         has_ended: Callable[[Grant], bool] = lambda _: False,
@@ -691,8 +692,9 @@ class Ledger:
             newest: `newest` from before the records were read; they do not cover ids that were
                 booked since.
             initial: the ledger is being rebuilt, so it is no drift to adopt a grant, that is to
-                enter one that only the records show, or to name another holder: the ids may have
-                changed pods while another agent served the node.
+                enter one that only the records show.
+            serving: False while another agent may serve the node, whose pods may change: it is no
+                drift then to name another holder.
             may_release: False while the kubelet itself is still finding its pods again after a
                 restart.
             still_runs: tells whether a grant stays although the records do not show it.
@@ -711,6 +713,7 @@ class Ledger:
             reservation_seconds=reservation_seconds,
             newest=newest,
             initial=initial or not self.rebuilt,
+            serving=serving,
             may_release=may_release,
             still_runs=still_runs,
             has_ended=has_ended,

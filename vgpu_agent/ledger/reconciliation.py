@@ -83,6 +83,7 @@ class Reconciliation:
         reservation_seconds: float,
         newest: float,
         initial: bool,
+        serving: bool,
         may_release: bool,
         still_runs: Callable[[Grant], bool],
         has_ended: Callable[[Grant], bool],
@@ -96,8 +97,9 @@ class Reconciliation:
             reservation_seconds: how long a grant without an owner may stay unconfirmed.
             newest: the number of the last grant from before the records were read; infinity if
                 they are newer than all grants.
-            initial: the ledger is being rebuilt, so to adopt a grant or to name another holder
-                is no drift.
+            initial: the ledger is being rebuilt, so to adopt a grant is no drift.
+            serving: False while another agent may serve the node, whose pods may change: to name
+                another holder is no drift then.
             may_release: False while a restarted kubelet still finds its pods again.
             still_runs: tells whether a grant stays although the records do not show it.
             has_ended: tells whether the API server confirms the end of a grant's pod.
@@ -111,7 +113,9 @@ class Reconciliation:
             holders = self._grants.holders(holding.resource, holding.ids)
             # not for ids that were booked since the records were read
             if max(holders, default=0) <= newest and (
-                correction := self._apply_holding(holding, holders, interpreted, initial=initial)
+                correction := self._apply_holding(
+                    holding, holders, interpreted, initial=initial, serving=serving
+                )
             ):
                 corrections.append(correction)
             confirmed |= self._grants.holders(holding.resource, holding.ids)
@@ -136,12 +140,18 @@ class Reconciliation:
         return corrections
 
     def _apply_holding(
-        self, holding: Holding, holders: set[int], interpreted: InterpretedHolding, *, initial: bool
+        self,
+        holding: Holding,
+        holders: set[int],
+        interpreted: InterpretedHolding,
+        *,
+        initial: bool,
+        serving: bool,
     ) -> Correction | None:
         owner = holding.owner
         grants = [self._grants.by_number[number] for number in sorted(holders)]
         if len(grants) == 1 and set(grants[0].ids) == set(holding.ids):
-            return self._name_owner(grants[0], owner, interpreted, initial=initial)
+            return self._name_owner(grants[0], owner, interpreted, serving=serving)
         undecided = all(grant.owner is None and grant.decided_for is None for grant in grants)
         if (
             interpreted.by_pod
@@ -189,7 +199,7 @@ class Reconciliation:
         return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)
 
     def _name_owner(
-        self, grant: Grant, owner: Owner, interpreted: InterpretedHolding, *, initial: bool
+        self, grant: Grant, owner: Owner, interpreted: InterpretedHolding, *, serving: bool
     ) -> Correction | None:
         known = grant.owner
         # `may_be`: no field that both know differs
@@ -259,7 +269,7 @@ class Reconciliation:
             f"the ids belong to {owner.pod_name}, the ledger had "
             f"{known.pod_name if known else 'no owner'}"
         )
-        return Correction("ledger.renamed", drift=not initial, grant=named, reason=reason)
+        return Correction("ledger.renamed", drift=serving, grant=named, reason=reason)
 
     @staticmethod
     def _state(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from tests.golden import U0, U1
 from tests.ledger.book_parts import SERVE, TRAIN, Clock, book, held, make, reconcile, replicated
+from tests.patience import FOR_EVER_SECONDS
 from vgpu_agent.agent.records.share_seconds import ShareSeconds
+from vgpu_agent.agent.state_file import StateFile
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Owner
 
@@ -148,6 +151,25 @@ async def test_an_agent_that_has_ended_its_sums_counts_no_more(tmp_path: Path) -
     await world.sums.end(write=True)
     world.wait(20)
     assert world.sums.sums == {OF_TRAIN: 10.0}
+
+
+async def test_sums_end_where_the_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller gives up after some seconds, and the successor counts all the same."""
+    world = await World.begin(tmp_path)
+    world.hold(f"{U0}::0")
+
+    async def hang(*_: object) -> bool:
+        await asyncio.sleep(FOR_EVER_SECONDS)
+        return False
+
+    monkeypatch.setattr(StateFile, "write", hang)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await world.sums.end(write=True)
+    world.wait(20)
+    assert world.sums.sums == {OF_TRAIN: 0.0}
 
 
 async def test_another_pod_of_the_name_begins_anew_after_a_restart(tmp_path: Path) -> None:

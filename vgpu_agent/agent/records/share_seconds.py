@@ -150,9 +150,11 @@ class ShareSeconds:
         """Let the sums stand still from now on: the next agent counts, also where this process
         still answers scrapes. Before, write the file if ``write`` and if it has been loaded.
         """
-        if self._counting and write:
-            await self._write(final=True)
-        self._counting = False
+        try:
+            if self._counting and write:
+                await self._write(final=True)
+        finally:
+            self._counting = False  # also where the disk hangs, and the caller gives up
 
     async def _write(self, *, final: bool) -> None:
         """Write the file if anything was held since the last time."""

@@ -134,6 +134,7 @@ class Verification:
         # the duration of the last reading, and when it was over (loop time)
         self._reading_seconds = self._read_at = -math.inf
         self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next reading for the same ends
+        self._serving = False  # until `run`, another agent may serve the node
         # the number of corrections that were drift since the start, and the latest of them
         self.drift_total = 0
         self.drift_last: tuple[str, ...] = ()
@@ -173,6 +174,7 @@ class Verification:
             ),
             reservation_seconds=RESERVATION_SECONDS,
             initial=True,
+            serving=self._serving,
             may_release=False,
         )
         return True
@@ -216,6 +218,7 @@ class Verification:
         after ten seconds. While the kubelet does not confirm a booking, the pause until the next
         pass doubles each time.
         """
+        self._serving = True
         pause = _SHORTEST_PAUSE_SECONDS
         while True:
             beat()
@@ -322,6 +325,7 @@ class Verification:
             reservation_seconds=RESERVATION_SECONDS,
             newest_grant=newest,  # the last one that was booked before the reading
             initial=initial,
+            serving=self._serving,
             # A kubelet that has just come back does not list its pods until it has received them
             # again.
             may_release=now - self._restarted_at > RESERVATION_SECONDS,
