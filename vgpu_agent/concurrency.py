@@ -296,7 +296,7 @@ class Supervisor:
             await _cancel({task})
 
     async def stop_all_but(self, kept: Callable[[str], bool]) -> None:
-        """Stop each loop for whose name ``kept`` is false, also those that such a loop has started
+        """Stop each loop for whose name ``kept`` is false, including loops that are started
         meanwhile.
         """
         while names := [name for name in sorted(self._reports) if not kept(name)]:

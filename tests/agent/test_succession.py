@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection
@@ -146,7 +148,7 @@ async def test_the_end_of_an_agent_that_has_handed_over_removes_no_socket(agents
     assert not file.exists()
 
 
-async def test_a_third_agent_that_asked_the_first_ends(agents: Agents) -> None:
+async def test_a_third_agent_that_had_connected_to_the_first_gives_up(agents: Agents) -> None:
     """It has connected before the hand-over, and its request comes after it. To wait for the lock
     would be in vain: the second agent has it, and keeps it.
     """
@@ -160,14 +162,33 @@ async def test_a_third_agent_that_asked_the_first_ends(agents: Agents) -> None:
         await third.take_over(["a/b"], _register)
 
 
-async def test_a_third_agent_finds_somebody_before_the_second_listens(agents: Agents) -> None:
+async def test_a_third_agent_that_is_refused_gives_up_when_the_second_serves(
+    agents: Agents,
+) -> None:
+    """The second was quicker to take the lock of an agent that ended, and keeps it."""
+    first, third = await agents.serving(), agents.another()
+    assert await third.find_predecessor(agents.count_wait)
+    first._stopping = True  # SIGTERM
+    taking = asyncio.ensure_future(third.take_over(["a/b"], _register))
+    while third._predecessor is not None:  # noqa: ASYNC110 - nothing announces the refusal
+        await asyncio.sleep(0.01)
+    await first.stop_listening()
+    first.close()
+    await agents.serving()
+    with pytest.raises(AgentError, match="another agent is just taking over"):
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await taking
+
+
+async def test_a_third_agent_finds_the_first_until_the_second_listens(agents: Agents) -> None:
     """The first has let go of the lock, and the second has no socket yet: a third one that finds
     neither would serve beside it.
     """
     first, second = await agents.serving(), agents.another()
     assert await second.find_predecessor(agents.count_wait)
     taking = asyncio.ensure_future(second.take_over(["a/b"], _register))
-    await first.handed_over.wait()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await first.handed_over.wait()
     await first.stop_listening()
     third = agents.another()
     assert await third.find_predecessor(agents.count_wait)
@@ -185,81 +206,82 @@ async def test_an_agent_that_hung_leaves_the_socket_of_the_one_that_began(agents
     assert (agents.directory / SOCKET).is_socket()
 
 
-Looking = Callable[[Succession], None]
-
-
-@pytest.fixture
-async def looking(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Looking]:
-    """Start the loop by which an agent keeps its socket, with short pauses."""
-    monkeypatch.setattr(succession, "LOOK_SECONDS", 0.01)
-    loops: list[asyncio.Task[None]] = []
-    yield lambda agent: loops.append(asyncio.ensure_future(agent.keep_listening()))
-    for loop in loops:
-        loop.cancel()
-    await asyncio.gather(*loops, return_exceptions=True)
-
-
-async def _until_found(agents: Agents) -> Succession:
+async def _found(agents: Agents) -> Succession:
     """Return an agent that has found a predecessor."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not (agents.directory / SOCKET).is_socket():  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0.01)
     new = agents.another()
     assert await new.find_predecessor(agents.count_wait)
     return new
 
 
-async def test_a_socket_that_could_not_be_made_is_made_later(
-    agents: Agents, looking: Looking
-) -> None:
+async def test_a_socket_that_could_not_be_made_is_made_later(agents: Agents) -> None:
     """A disk that was full for a moment must not cost the next update its hand-over."""
     (agents.directory / "succession.new").mkdir()
     first = await agents.serving()
-    looking(first)
-    await asyncio.sleep(0.1)
+    await first.listen_again()
     assert [entry.event for entry in agents.journal.entries] == ["succession.unavailable"]
     (agents.directory / "succession.new").rmdir()
-    await (await _until_found(agents)).take_over(["a/b"], _register)
+    await first.listen_again()
+    await (await _found(agents)).take_over(["a/b"], _register)
     assert first.handed_over.is_set()
 
 
-async def test_a_socket_that_was_removed_is_made_again(agents: Agents, looking: Looking) -> None:
+async def test_a_socket_that_was_removed_is_made_again(agents: Agents) -> None:
     """The next agent would wait for 45 s, and then serve beside this one. When the first attempt
     fails, the lock is let go, and taken again with the next one.
     """
     first = await agents.serving()
     (agents.directory / "succession.new").mkdir()
     (agents.directory / SOCKET).unlink()
-    looking(first)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not agents.journal.entries:  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0.01)
+    await first.listen_again()
+    assert await agents.another()._take_lock()
+    agents.made[-1].close()
     (agents.directory / "succession.new").rmdir()
-    second = await _until_found(agents)
+    await first.listen_again()
+    second = await _found(agents)
     assert not await agents.another()._take_lock()
     await second.take_over(["a/b"], _register)
     assert first.handed_over.is_set()
 
 
-@pytest.mark.parametrize("hung", [True, False])
+@pytest.mark.parametrize("case", ["hung", "without a socket", "after one that hung"])
 async def test_no_socket_takes_the_place_of_another_agents(
-    agents: Agents, looking: Looking, *, hung: bool
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Of one that began while this one hung, or while this one could make none."""
-    if hung:
+    blocked = agents.directory / "succession.new"
+    if case == "hung":
         first, second = await agents.serving(), agents.another()
         await second.listen(_release, _unlink, _serve_again)
     else:
-        (agents.directory / "succession.new").mkdir()
+        blocked.mkdir()
         first = await agents.serving()
-        (agents.directory / "succession.new").rmdir()
+        if case == "after one that hung":
+            first._predecessor_silent = True
+        blocked.rmdir()
         second = await agents.serving()
-    looking(first)
-    await asyncio.sleep(0.1)
-    third = await _until_found(agents)
-    await third.take_over(["a/b"], _register)
+    await first.listen_again()
+    await (await _found(agents)).take_over(["a/b"], _register)
     assert second.handed_over.is_set()
     assert not first.handed_over.is_set()
+
+
+@pytest.mark.looptime
+async def test_the_socket_is_checked_every_half_minute(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removed one is there again before an update of the next node is through."""
+    agent, at = agents.another(), list[float]()
+    loop = asyncio.get_running_loop()
+
+    async def note() -> None:
+        at.append(loop.time())
+
+    monkeypatch.setattr(agent, "listen_again", note)
+    began = loop.time()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(100):
+            await agent.keep_listening()
+    assert [round(each - began) for each in at] == [30, 60, 90]
 
 
 async def test_only_the_end_of_the_successor_counts(agents: Agents) -> None:
@@ -323,8 +345,8 @@ async def test_a_word_that_comes_late_is_not_the_end_of_the_successor(
 
 @pytest.mark.parametrize(
     ("waits_seconds", "then_seconds", "awaited"),
-    [(30, 30, True), (30, -1, False), (-1, None, False)],
-    ids=["to the end", "not for the second answer", "not for the first answer"],
+    [(30, 30, True), (30, math.inf, True), (30, -1, False), (-1, None, False)],
+    ids=["to the end", "does not say", "not for the second answer", "not for the first answer"],
 )
 async def test_a_release_knows_whether_the_successor_still_waits(
     agents: Agents, waits_seconds: float, then_seconds: float | None, *, awaited: bool
@@ -332,19 +354,20 @@ async def test_a_release_knows_whether_the_successor_still_waits(
     """One that has waited in vain for an agent that hung serves the node by then, and what this
     agent has in memory is old.
     """
-    first, told = agents.another(), list[bool]()
+    first, awaited_at_release = agents.another(), list[bool]()
 
     async def release(is_awaited: Callable[[], bool]) -> None:
-        told.append(is_awaited())
+        awaited_at_release.append(is_awaited())
 
     assert not await first.find_predecessor(agents.count_wait)
     await first.listen(release, _unlink, _serve_again)
     successor = await Successor.asking(agents, waits_seconds=waits_seconds)
     if then_seconds is not None:
         assert (await successor.answer())["serving"]
-        await successor.say({"waitsUntil": time.monotonic() + then_seconds})
+        until = {"waitsUntil": time.monotonic() + then_seconds}
+        await successor.say({"registered": True} if then_seconds == math.inf else until)
     assert (await successor.answer())["released"]
-    assert told == [awaited]
+    assert awaited_at_release == [awaited]
 
 
 async def test_a_fault_before_the_release_does_not_prevent_it(agents: Agents) -> None:

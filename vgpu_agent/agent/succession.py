@@ -16,13 +16,13 @@ A lock in the same directory, which ends with its process, is held by the agent 
 node. So of two agents that start at the same time, the second waits until it can take over from the
 first.
 
-The old agent then does nothing but wait for its end, and answer a third agent that it is to try
-again later. If the new one dies first, the old one starts again from the beginning. Two agents
-answer the kubelet or write to the cluster at the same time
-only where one of them hangs or has no socket, because a node without an agent would be worse.
+The old agent then does nothing but wait for its end, and tell a third agent to try again later. If
+the new one dies first, the old one starts again from the beginning. Two agents answer the kubelet
+or write to the cluster at the same time only where one of them hangs or has no socket, because a
+node without an agent would be worse.
 
 Each message is one line of JSON. The new agent sends `Request`, and the old one answers `Answer`.
-If it still serves, the new one sends another line when it has registered, and gets another answer.
+If it still serves, the new one sends `Registered` when it has registered, and gets another answer.
 The connection stays open: its end tells the old agent that the new one is gone.
 
 Used by `composition`.
@@ -34,6 +34,7 @@ import asyncio
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import time
 import zlib
@@ -63,10 +64,14 @@ _PROTOCOL = 1
 # answers the calls under way or ends them (6 s) and ends its MPS daemons (10 s).
 ANSWER_SECONDS = 45.0
 _LOCK_PAUSE_SECONDS = 0.2  # between two attempts to take the lock
-LOOK_SECONDS = 30.0  # between two looks at the own socket
+LOOK_SECONDS = 30.0  # between two checks of this agent's socket file
 # A request that does not come at once is not one of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 64 * 1024  # a resource name has less than 320 characters
+_BUSY = (
+    "another agent is just taking over this node from its predecessor. Two of them run beside the "
+    "one that serves the node; this one ends, and tries again when it is started again"
+)
 # The last line of a successor that has handed over in turn: its predecessor must not serve again
 # when the connection ends.
 _HANDED_ON = b"{}\n"
@@ -92,13 +97,14 @@ class Request(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Registered(msgspec.Struct, frozen=True, rename="camel"):
-    """The word of a new agent that it has registered while the old one still serves.
+    """The message of a new agent that it has registered while the old one still serves.
 
     Attributes:
-        waits_until: as in `Request`, for the second answer.
+        waits_until: as in `Request`, for the second answer; an agent of an earlier version does not
+            say it.
     """
 
-    waits_until: float = 0.0
+    waits_until: float = math.inf
 
 
 class Answer(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -141,6 +147,8 @@ class Succession:
         self._journal = journal
         self._reader: asyncio.StreamReader | None = None
         self._predecessor: asyncio.StreamWriter | None = None
+        # of the predecessor's socket file
+        self._predecessor_identity: sockets.SocketIdentity | None = None
         self._server: asyncio.Server | None = None
         # called for each connection; None before `listen`
         self._serve_one: _ServeOne | None = None
@@ -175,6 +183,7 @@ class Succession:
         return True
 
     async def _connect(self) -> bool:
+        self._predecessor_identity = await asyncio.to_thread(sockets.identity, self._path)
         try:
             self._reader, self._predecessor = await asyncio.open_unix_connection(
                 os.fspath(self._path), limit=_LONGEST_LINE
@@ -190,8 +199,9 @@ class Succession:
         Where there can be no lock, or a predecessor hangs, return True all the same: a node without
         an agent would be worse. `listen` logs the first of these, and `take_over` the second.
         """
-        if self._predecessor_silent:
-            return True
+        return self._predecessor_silent or await self._lock_file()
+
+    async def _lock_file(self) -> bool:
         try:
             if self._lock is None:
                 self._lock = await asyncio.to_thread(_open, self._lock_path)
@@ -211,12 +221,14 @@ class Succession:
         self, resources: Iterable[str], register: Callable[[], Awaitable[None]]
     ) -> None:
         """Ask the predecessor to hand the node over, and return when it has, or when it is gone.
-        One that does not answer within `ANSWER_SECONDS`, or that refuses and does not end in that
-        time, counts as dead. ``register`` is awaited if this agent is to register its ``resources``
-        while the other still serves them.
+
+        One that does not answer within `ANSWER_SECONDS` counts as dead, and so does one that
+        refuses and does not end in that time, unless another agent serves in its place by then.
+        ``register`` is awaited if this agent is to register its ``resources`` while the other still
+        serves them.
 
         Raises:
-            AgentError: a third agent is taking over at the same time.
+            AgentError: a third agent is taking over at the same time, or has.
         """
         if self._reader is None or self._predecessor is None:
             return
@@ -243,15 +255,14 @@ class Succession:
         self._predecessor.close()
         self._predecessor = None
         if answer is not None and answer.busy:
-            raise AgentError(
-                "another agent is just taking over this node from its predecessor. Two of them run "
-                "beside the one that serves the node; this one ends, and tries again when it is "
-                "started again"
-            )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_SECONDS):
-                while not await self._take_lock():  # noqa: ASYNC110 - a kernel lock tells nobody
-                    await asyncio.sleep(_LOCK_PAUSE_SECONDS)
+            raise AgentError(_BUSY)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + ANSWER_SECONDS
+        while not await self._take_lock() and loop.time() < until:
+            found = await asyncio.to_thread(sockets.identity, self._path)
+            if found is not None and found != self._predecessor_identity:
+                raise AgentError(_BUSY)  # that agent has the lock, and keeps it
+            await asyncio.sleep(_LOCK_PAUSE_SECONDS)
 
     async def listen(
         self,
@@ -276,34 +287,36 @@ class Succession:
         await self._listen(self._serve_one)
 
     async def keep_listening(self) -> None:
-        """Make the socket again where that has failed, as on a full disk, or where it has been
-        removed; until cancelled.
-        """
+        """Call `listen_again` regularly, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self._serve_one is None:
-                continue
+            await self.listen_again()
+
+    async def listen_again(self) -> None:
+        """Make the socket if that has failed before, as on a full disk, or if it has been removed;
+        otherwise do nothing. Call this after `listen`.
+        """
+        if self._identity is None:
+            # This agent has let go of the lock, and another may have begun with it.
+            can_listen = await self._lock_file()
+        else:
             # Another socket there is that of an agent which began because this one hung.
-            if self._identity is None:
-                can_listen = await self._take_lock()
-            else:
-                can_listen = await asyncio.to_thread(sockets.identity, self._path) is None
-            if can_listen:
-                await self._listen(self._serve_one)
+            can_listen = await asyncio.to_thread(sockets.identity, self._path) is None
+        if can_listen and self._serve_one is not None:
+            await self._listen(self._serve_one)
 
     async def _listen(self, serve_one: _ServeOne) -> None:
-        if self._server is not None:
-            self._server.close()
         # Under another name first: the renaming replaces the predecessor's socket in one step.
         unfinished = self._path.with_suffix(".new")
         try:
             listener = await asyncio.to_thread(_bind, unfinished)
-            self._server = await asyncio.start_unix_server(
-                serve_one, sock=listener, limit=_LONGEST_LINE
-            )
+            server = await asyncio.start_unix_server(serve_one, sock=listener, limit=_LONGEST_LINE)
+            self._server, before = server, self._server
+            if before is not None:
+                before.close()
             await asyncio.to_thread(os.replace, unfinished, self._path)
         except (ListenError, OSError) as err:
-            if self._changes.is_new("listen"):
+            if self._changes.is_new("listen", str(err)):
                 self._journal.record(
                     "succession.unavailable",
                     level="warning",
@@ -328,9 +341,9 @@ class Succession:
         self._stopping = True
         if self._releasing:
             await self._release_over.wait()
-        # After a hand-over the successor puts its own socket there at any moment, also between the
-        # two calls below. A successor without one could not be asked to hand over in turn. Until
-        # then a third agent must find an answer here, or it would take this agent for dead.
+        # After a hand-over the successor's socket may take this name between the check and the
+        # removal below, and would be deleted. Until it is there, a third agent must get an answer
+        # here, or it would serve beside the successor.
         if self._server is None or self.handed_over.is_set():
             return
         self._server.close()
@@ -339,7 +352,7 @@ class Succession:
             await asyncio.to_thread(sockets.remove, self._path)
 
     def stop_answering(self) -> None:
-        """Answer nobody any more: the last step of an agent that has handed over."""
+        """Stop answering other agents; the last step."""
         if self._server is not None:
             self._server.close()
 
@@ -473,7 +486,7 @@ async def _until_registered(
             await writer.drain()
             line = await reader.readline()
     except TimeoutError:
-        return Registered()  # it hangs, and may have registered
+        return Registered(waits_until=0.0)  # it hangs, and may have registered
     except (OSError, ValueError):  # ValueError: an endless line
         return None
     if not line:
