@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection
@@ -244,10 +243,10 @@ async def test_a_socket_that_was_removed_is_made_again(agents: Agents) -> None:
 
 
 @pytest.mark.parametrize("case", ["hung", "without a socket", "after one that hung"])
-async def test_no_socket_takes_the_place_of_another_agents(
-    agents: Agents, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    """Of one that began while this one hung, or while this one could make none."""
+async def test_no_socket_takes_the_place_of_another_agents(agents: Agents, case: str) -> None:
+    """The other agent began while this one hung, or could make no socket. The next update would
+    take the node over from the wrong one.
+    """
     blocked = agents.directory / "succession.new"
     if case == "hung":
         first, second = await agents.serving(), agents.another()
@@ -344,12 +343,21 @@ async def test_a_word_that_comes_late_is_not_the_end_of_the_successor(
 
 
 @pytest.mark.parametrize(
-    ("waits_seconds", "then_seconds", "awaited"),
-    [(30, 30, True), (30, math.inf, True), (30, -1, False), (-1, None, False)],
+    ("waits_seconds", "second_line", "awaited"),
+    [
+        (30, lambda now: {"waitsUntil": now + 30}, True),
+        (30, lambda _: {"registered": True}, True),
+        (30, lambda now: {"waitsUntil": now - 1}, False),
+        (-1, None, False),
+    ],
     ids=["to the end", "does not say", "not for the second answer", "not for the first answer"],
 )
 async def test_a_release_knows_whether_the_successor_still_waits(
-    agents: Agents, waits_seconds: float, then_seconds: float | None, *, awaited: bool
+    agents: Agents,
+    waits_seconds: float,
+    second_line: Callable[[float], object] | None,
+    *,
+    awaited: bool,
 ) -> None:
     """One that has waited in vain for an agent that hung serves the node by then, and what this
     agent has in memory is old.
@@ -362,10 +370,9 @@ async def test_a_release_knows_whether_the_successor_still_waits(
     assert not await first.find_predecessor(agents.count_wait)
     await first.listen(release, _unlink, _serve_again)
     successor = await Successor.asking(agents, waits_seconds=waits_seconds)
-    if then_seconds is not None:
+    if second_line is not None:
         assert (await successor.answer())["serving"]
-        until = {"waitsUntil": time.monotonic() + then_seconds}
-        await successor.say({"registered": True} if then_seconds == math.inf else until)
+        await successor.say(second_line(time.monotonic()))
     assert (await successor.answer())["released"]
     assert awaited_at_release == [awaited]
 

@@ -208,16 +208,16 @@ async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, no
     ]
 
 
-@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("deleted_before", ["it serves", "its registration"])
 async def test_a_socket_that_a_new_kubelet_has_deleted_is_not_registered(
-    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch, *, served: bool
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch, deleted_before: str
 ) -> None:
     """A kubelet that comes back deletes all sockets before it listens. Had it been told of a
     deleted one, it would have failed every pod until somebody noticed.
     """
     deleted = list[str]()
 
-    if served:
+    if deleted_before == "its registration":
 
         async def delete_first(path: Path, *, endpoint: str, **others: Any) -> None:
             if not deleted:

@@ -64,7 +64,7 @@ _PROTOCOL = 1
 # answers the calls under way or ends them (6 s) and ends its MPS daemons (10 s).
 ANSWER_SECONDS = 45.0
 _LOCK_PAUSE_SECONDS = 0.2  # between two attempts to take the lock
-LOOK_SECONDS = 30.0  # between two checks of this agent's socket file
+_LOOK_SECONDS = 30.0  # between two checks of this agent's socket file
 # A request that does not come at once is not one of ours.
 _REQUEST_SECONDS = 5.0
 _LONGEST_LINE = 64 * 1024  # a resource name has less than 320 characters
@@ -199,9 +199,12 @@ class Succession:
         Where there can be no lock, or a predecessor hangs, return True all the same: a node without
         an agent would be worse. `listen` logs the first of these, and `take_over` the second.
         """
-        return self._predecessor_silent or await self._lock_file()
+        return self._predecessor_silent or await self._try_lock()
 
-    async def _lock_file(self) -> bool:
+    async def _try_lock(self) -> bool:
+        """Take the lock; return False while another agent has it, and True where there can be no
+        lock.
+        """
         try:
             if self._lock is None:
                 self._lock = await asyncio.to_thread(_open, self._lock_path)
@@ -275,7 +278,7 @@ class Succession:
         Args:
             release: ends all that two agents must not do at the same time. It is called with a
                 function that tells whether the successor still waits for that; one that has waited
-                in vain, because this agent hung, serves the node by then.
+                in vain, because this agent hung, may serve the node by then.
             unlink: makes the kubelet forget its clients of the given resources, so that another
                 agent can register beside this one, and tells whether that worked.
             serve_again: undoes that, when the other one ends before it has registered.
@@ -289,7 +292,7 @@ class Succession:
     async def keep_listening(self) -> None:
         """Call `listen_again` regularly, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)
             await self.listen_again()
 
     async def listen_again(self) -> None:
@@ -298,7 +301,7 @@ class Succession:
         """
         if self._identity is None:
             # This agent has let go of the lock, and another may have begun with it.
-            can_listen = await self._lock_file()
+            can_listen = await self._try_lock()
         else:
             # Another socket there is that of an agent which began because this one hung.
             can_listen = await asyncio.to_thread(sockets.identity, self._path) is None

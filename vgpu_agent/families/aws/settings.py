@@ -49,8 +49,8 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             description=(
                 "none: the agent does nothing about MPS. host: somebody else runs the daemon, with "
                 "its pipe in `/tmp/nvidia-mps`, which containers get mounted; the agent looks for "
-                "it every 5 s. supervised: the agent runs the daemon. With both, pods need no "
-                "hostIPC."
+                "it every 5 s. supervised: the agent runs the daemon. For host and supervised, "
+                "pods need no hostIPC."
             )
         ),
     ] = "none"
