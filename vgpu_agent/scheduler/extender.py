@@ -63,8 +63,9 @@ _TEXTS = {reason: reason.value for reason in Reason}
 # A pod's annotation cannot have cards kept for longer, unless the operator's setting is longer.
 _MOST_GRACE_SECONDS = 300.0
 # kube-scheduler tries each pod again after five minutes, whatever the answer was. Within them, the
-# text of a refusal makes it try again at most ten times (`_refusal`). At most `_MAX_REFUSED` pods
-# are remembered for it.
+# text of a refusal makes it try again at most ten times (`_refusal`). With 300 Nodes, 102 of them
+# in a sample and only one with room, that was enough for each of 100 pods, of which one needed all
+# tries; three tries were not enough for one of 15. At most `_MAX_REFUSED` pods are remembered.
 _TRIES_SECONDS, _MAX_TRIES, _MAX_REFUSED = 300.0, 10, 10_000
 # At most this many of the pods that wait for a Node are kept as they were decoded, unless they are
 # large: as JSON most have one KiB, and a tenant can make one of some hundred.
@@ -507,10 +508,11 @@ class Extender:
         and writes the number of Nodes with each reason into the pod's status. When that status
         changes, it tries the pod again. So the text has the reasons of all Nodes, which do not
         change with the sample. If a Node outside the sample may have room, the text gets a counter,
-        so that kube-scheduler tries again. That is repeated until all Nodes should have been in a
-        sample, but only a few times: a selector or a taint may exclude the others. With fewer
-        candidates than any sample has, the others are excluded for sure, and the text has the
-        reasons of the candidates.
+        so that kube-scheduler tries again. It may leave a Node out of several samples: they are
+        collected by parallel workers, and other pods are tried in between. So the number of tries
+        does not depend on the size of the sample. It is small, because a selector or a taint may
+        exclude the others. With fewer candidates than any sample has, the others are excluded for
+        sure, and the text has the reasons of the candidates.
         """
         survey, uid = self.alignment.survey(pod, demand, choice.reasons.values()), pod.uid
         if not survey.may_fit:
@@ -526,7 +528,7 @@ class Extender:
         # For a demand that names cards by UUID, only the reasons of the sample are known. Those of
         # earlier samples are added, so that the text stops changing in the end.
         reasons = (reasons if demand.names_cards else frozenset()) | set(survey.reasons)
-        tries = min(tries + 1, len(self._book) // candidates + 1, _MAX_TRIES)
+        tries = min(tries + 1, _MAX_TRIES)
         self._refused[uid] = since, tries, reasons
         if len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]

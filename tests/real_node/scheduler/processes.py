@@ -404,5 +404,9 @@ class Bound:
             )
         except TimeoutError as err:
             missing = [name for name in names if name not in self.times]
-            raise TimeoutError(f"{err}; not bound are {missing[:20]}") from err
+            found = self._rig.pod(missing[0]) or {}
+            status = found.get("status", "no pod")
+            raise TimeoutError(
+                f"{err}; not bound are {missing[:20]}, the first of them with {status}"
+            ) from err
         return sorted(self.times[name] for name in names if name in self.times)[wanted - 1]
