@@ -10,7 +10,7 @@ import inspect
 import io
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import pytest
@@ -156,6 +156,15 @@ def _log_into_nothing(handlers: list[logging.Handler]) -> None:
     if not handlers or handlers[0] not in root.handlers or root.level != logging.DEBUG:
         log.configure(level="debug", stream=io.StringIO())
         handlers[:] = root.handlers
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """Yield the output of the log; the root logger is restored afterwards."""
+    stream = io.StringIO()
+    log.configure(stream=stream)
+    yield stream
+    log.configure(level="debug", stream=io.StringIO())
 
 
 @pytest.fixture

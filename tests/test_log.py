@@ -7,22 +7,12 @@ import io
 import json
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Supervisor
-
-
-@pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    """Yield the output of the log; the root logger is restored afterwards."""
-    stream = io.StringIO()
-    log.configure(stream=stream)
-    yield stream
-    log.configure(level="debug", stream=io.StringIO())
 
 
 def test_our_lines_and_a_librarys_lines_have_one_shape(lines: io.StringIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from pathlib import Path
 
@@ -364,6 +365,37 @@ async def test_a_card_without_events_is_polled_all_the_same(node: SimulatedNode)
         assert watched.gpu(node.uuids[0]).health.ok
         node.lose(0)
         await watched.unhealthy(node.uuids[0])
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceRegisterEvents", "nvmlEventSetCreate"])
+async def test_a_card_that_could_not_be_registered_once_is_registered_later(
+    node: SimulatedNode, function: str
+) -> None:
+    """nvidia §10.5: an error other than NOT_SUPPORTED. A single one, such as of a driver that is
+    short of memory, must not hide the GPU's XIDs until the agent starts again.
+    """
+    node.fault(function, code=UNKNOWN, times=1)
+
+    async with watching(node) as watched:
+        await watched.polls(2)
+        for index in (0, 1):
+            node.xid(index, 79)
+            await watched.unhealthy(node.uuids[index])
+
+
+async def test_a_card_that_cannot_be_registered_is_named_once(
+    node: SimulatedNode, lines: io.StringIO
+) -> None:
+    """The registration is tried with each reading. The other GPU reports its XIDs."""
+    node.fault("nvmlDeviceRegisterEvents", gpu=0, code=UNKNOWN)
+
+    async with watching(node) as watched:
+        await watched.polls(3)
+        node.xid(1, 79)
+        await watched.unhealthy(node.uuids[1])
+    told = [line for line in lines.getvalue().splitlines() if "gpu.fact_missing" in line]
+    assert len(told) == 1
+    assert f"the XIDs of {node.uuids[0]} are not seen" in told[0]
 
 
 async def test_an_event_that_nobody_can_place_may_have_hit_any_gpu(node: SimulatedNode) -> None:

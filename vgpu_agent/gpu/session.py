@@ -94,7 +94,10 @@ class Session:
         self._driver_directory = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
         self._open = False
         self._events: EventSet | None = None
-        self._registered: dict[str, bool] = {}  # by UUID: True if registered for events, else False
+        # UUIDs of the GPUs that are registered for events, or that report no XIDs
+        self._registered: set[str] = set()
+        # UUID → why the last registration failed; it is tried again with the next reading
+        self._unregistered: dict[str, str] = {}
         self._handles: dict[str, Handle] = {}
         # Of the last reading, by UUID. None for a GPU that was not settled: it was being divided
         # again. Each MIG device that a GPU has is a slot of its layout.
@@ -199,6 +202,7 @@ class Session:
                 self._nvml.shutdown()
         self._events, self._open = None, False
         self._registered.clear()
+        self._unregistered.clear()
         self._handles.clear()
         self._layouts.clear()
         self._links_of = None
@@ -254,26 +258,32 @@ class Session:
                 self._report(event)
 
     def _listen(self, reading: inventory.Reading) -> list[str]:
-        """Register new cards for events; a card without events is only polled (nvidia §10.5)."""
-        warnings: list[str] = []
+        """Register the cards for events that are not registered yet. A card without events is only
+        polled (nvidia §10.5). After an error it is tried again with the next reading.
+        """
         new = [card for card in reading.cards if card.gpu.uuid not in self._registered]
         if not new:
-            return warnings
-        try:
-            if self._events is None:
-                self._events = self._nvml.create_event_set()
-        except NvmlError as err:
-            self._registered.update((card.gpu.uuid, False) for card in new)
-            return [f"no GPU events, only polling: {err}"]
+            return []
+        warnings: list[str] = []
+        failed: dict[str, str] = {}
         for card in new:
-            reason = "this GPU does not report XIDs"
+            uuid = card.gpu.uuid
             try:
-                registered = self._nvml.register(card.handle, self._events)
+                if self._events is None:
+                    self._events = self._nvml.create_event_set()
+                reports_xids = self._nvml.register(card.handle, self._events)
             except NvmlError as err:
-                registered, reason = False, str(err)
-            self._registered[card.gpu.uuid] = registered
-            if not registered:
-                warnings.append(f"{card.gpu.uuid} is polled only, its XIDs are not seen: {reason}")
+                failed[uuid] = str(err)
+                if self._unregistered.get(uuid) != str(err):
+                    warnings.append(
+                        f"the XIDs of {uuid} are not seen until the driver accepts its "
+                        f"registration for events, which is tried again: {err}"
+                    )
+                continue
+            self._registered.add(uuid)
+            if not reports_xids:
+                warnings.append(f"{uuid} is polled only, because it does not report XIDs")
+        self._unregistered = failed
         return warnings
 
     def _read_links(
