@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim.state import SimulatedNode
+from vgpu_agent.sim.state import GpuDescription, SimulatedNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,12 +86,17 @@ def calls(node: Path) -> list[list[str]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+def _plugged(node: SimulatedNode) -> list[GpuDescription]:
+    """List the GPUs that the driver shows, by their NVML index."""
+    return [gpu for gpu in node.describe() if gpu.condition != "unplugged"]
+
+
 def _export(node: SimulatedNode) -> str:
     entries = []
-    for gpu in node.describe():
+    for index, gpu in enumerate(_plugged(node)):
         instances = dict(collections.Counter(gpu.mig_devices))
         entries.append(
-            {"devices": [gpu.number], "mig-enabled": bool(instances), "mig-devices": instances}
+            {"devices": [index], "mig-enabled": bool(instances), "mig-devices": instances}
         )
     text: str = yaml.safe_dump(
         {"version": "v1", "mig-configs": {"current": entries}}, sort_keys=False
@@ -109,8 +114,8 @@ def _apply(
     if root.get("version") != "v1" or configuration not in root["mig-configs"]:
         raise SimulationError(f"error selecting MIG config: {configuration!r} is not in {path}")
     for entry in root["mig-configs"][configuration]:
-        known = {gpu.number: gpu for gpu in node.describe()}
-        for index in known if entry["devices"] == "all" else entry["devices"]:
+        known = _plugged(node)
+        for index in range(len(known)) if entry["devices"] == "all" else entry["devices"]:
             if known[index].processes:
                 raise SimulationError(
                     f"error clearing MigConfig: GPU {index} is In use by another client"
@@ -118,7 +123,7 @@ def _apply(
             wanted = [
                 profile for profile, count in entry["mig-devices"].items() for _ in range(count)
             ]
-            node.set_mig(index, wanted if instead is None else instead)
+            node.set_mig(known[index].number, wanted if instead is None else instead)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -198,6 +198,19 @@ async def test_a_tool_that_counts_the_gpus_otherwise_changes_none(tmp_path: Path
         assert await side.runs() == ["export"]
 
 
+async def test_a_gpu_is_divided_beside_one_that_is_gone(tmp_path: Path) -> None:
+    """A GPU that has been taken away stays in the inventory. The driver and the tool show one GPU,
+    whose number has changed.
+    """
+    async with dividing(tmp_path) as side:
+        await asyncio.to_thread(side.node.unplug, 0)
+        await side.watched.until(
+            lambda inventory: [(gpu.present, gpu.index) for gpu in inventory.gpus][1:] == [(True, 0)]
+        )
+        assert await side.divide(1) == ""
+        assert side.profiles(1) == sorted(GROUP)
+
+
 async def test_a_change_that_has_failed_is_not_tried_again_at_once(tmp_path: Path) -> None:
     """The kubelet asks every quarter of a minute. A GPU is not reset as often.
     Another division of it is tried at once.

@@ -25,13 +25,13 @@ from vgpu_agent.gpu import thread as nvml_thread
 from vgpu_agent.mig.parted import MigParted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import MigLayout
     from vgpu_agent.gpu.source import GpuSource
     from vgpu_agent.mig.layouts import Division
-    from vgpu_agent.model import Gpu, Inventory
+    from vgpu_agent.model import Gpu
 
 _logger = log.get(__name__)
 
@@ -152,18 +152,19 @@ class MigDivider:
         Raises:
             MigError: the tool failed, or it and the driver show another division, before or after.
         """
-        inventory = self._gpu_watch.inventory.value
-        # `export` fails where the tool sees another number of GPUs
-        _require_same_view(inventory, await self._parted.export(len(inventory.gpus)))
+        # Lost GPUs stay in the inventory, and neither the driver nor the tool shows them. `export`
+        # fails where the tool sees another number of GPUs.
+        shown = [each for each in self._gpu_watch.inventory.value.gpus if each.present]
+        _require_same_view(shown, await self._parted.export(len(shown)))
         _logger.info("mig.applying", gpu=gpu.uuid, index=gpu.index, profiles=list(layout.profiles))
         await self._parted.apply(gpu.index, layout.profiles)
         await self._wait_for_layout(layout)
         found = self._gpu_watch.inventory.value.gpu(gpu.uuid)
         if found is None or not _is_divided(found, layout):
-            shown = ", ".join(instance.profile for instance in found.mig_instances) if found else ""
+            profiles = [instance.profile for instance in found.mig_instances] if found else []
             raise MigError(
                 f"nvidia-mig-parted reported success, but {SETTLE_SECONDS:g} s later "
-                f"the driver shows {shown or 'no instances'}; see `nvidia-smi -L` and dmesg"
+                f"the driver shows {', '.join(profiles) or 'no instances'}; see `nvidia-smi -L` and dmesg"
             )
 
     async def _wait_for_layout(self, layout: MigLayout) -> None:
@@ -213,8 +214,8 @@ def _is_divided(gpu: Gpu, layout: MigLayout) -> bool:
     ) == collections.Counter(layout.profiles)
 
 
-def _require_same_view(inventory: Inventory, exported: Mapping[int, Division]) -> None:
-    """Check that the tool and the driver show the same division of each GPU.
+def _require_same_view(gpus: Iterable[Gpu], exported: Mapping[int, Division]) -> None:
+    """Check that the tool and the driver show the same division of each of ``gpus``.
 
     ``exported`` is GPU index → division, by the tool. The tool knows GPUs by their index only. If
     it numbered them differently from the driver, it would divide another GPU.
@@ -222,7 +223,7 @@ def _require_same_view(inventory: Inventory, exported: Mapping[int, Division]) -
     Raises:
         MigError: they differ.
     """
-    for gpu in inventory.gpus:
+    for gpu in gpus:
         seen = exported.get(gpu.index)
         ours = collections.Counter(instance.profile for instance in gpu.mig_instances)
         if (
