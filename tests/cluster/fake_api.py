@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from vgpu_agent.concurrency import Latest
@@ -67,6 +67,12 @@ class FakeApi:
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
         async with self._request("get", path, params or {}):
             return json.dumps(self._found(path)).encode()
+
+    async def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """See `Api`; in two pieces."""
+        answer = await self.get(path, params)
+        for piece in (answer[:100], answer[100:]):
+            yield piece
 
     async def patch(
         self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None

@@ -51,9 +51,9 @@ def _pod(
 class Start:
     """A started agent on a node with these failed pods."""
 
-    def __init__(self, *pods: Any, rest: str = "") -> None:
+    def __init__(self, *pods: Any) -> None:
         self.api, self.journal = FakeApi(), Journal()
-        self.api.put("/api/v1/pods", {"metadata": {"continue": rest}, "items": list(pods)})
+        self.api.put("/api/v1/pods", {"metadata": {}, "items": list(pods)})
         self.events = Events(self.api, "vgpu-agent", "n1", self.journal)
         self.failed = FailedPods(
             self.api,
@@ -108,18 +108,18 @@ async def test_pods_that_failed_for_other_reasons_are_not_blamed_on_a_restart() 
 
 
 async def test_a_thousand_failed_pods_are_one_short_line() -> None:
-    """One page is asked for, and twenty are named."""
-    start = Start(*(_pod(f"p{number:03}" + "x" * 300) for number in range(500)), rest="more")
+    """Twenty are named."""
+    start = Start(*(_pod(f"p{number:04}" + "x" * 300) for number in range(1000)))
     await start.run()
     (line,) = start.lines
     assert line["error"].startswith(
-        "at least 500 pods failed at admission while no vgpu-agent was registered on this node: "
-        "among them jobs/p000"
+        "1000 pods failed at admission while no vgpu-agent was registered on this node: "
+        "among them jobs/p0000"
     )
     assert len(line["pods"]) == 20
     assert len(line["error"]) < 4096
     (request,) = [request for request in start.api.requests if request.verb == "get"]
-    assert request.body == {"fieldSelector": "spec.nodeName=n1,status.phase=Failed", "limit": "500"}
+    assert request.body == {"fieldSelector": "spec.nodeName=n1,status.phase=Failed", "limit": "100"}
 
 
 async def test_an_api_server_that_is_away_is_asked_a_few_times() -> None:

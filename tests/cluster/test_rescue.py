@@ -531,3 +531,58 @@ async def test_a_start_that_can_never_succeed_is_a_failure_also_of_an_init_conta
         "VgpuEvicted",
         "evicted, so that ReplicaSet train makes another: container main may not start: never here",
     ) in world.told
+
+
+@pytest.mark.parametrize("crashes", [False, True], ids=["no-answer", "crash"])
+async def test_a_refused_pod_that_has_started_after_all_is_not_deleted(
+    world: World, crashes: bool
+) -> None:
+    """The API server was away when the pod was to be deleted, or the agent ended then. Meanwhile
+    the pod was allowed to start; it may run a training by now. Nobody was told of a deletion.
+    """
+    world.put(failed("a", phase="Pending"))
+    pod = Pod("uid-a", "default", "a")
+    world.refusals.refuse(pod, "main", NUMBER, "its ids were given to another pod", final=True)
+    world.api.fault = lambda verb, path, body: (
+        ClusterError(f"DELETE {path}: no answer") if verb == "delete" else None
+    )
+    async with world.life():
+        await asyncio.sleep(30)
+        assert world.rescue._state.copies
+        if not crashes:
+            await _start_after_all(world, pod)
+    if crashes:
+        world.refusals.clear(pod.uid, "main")
+        async with world.life():
+            await _start_after_all(world, pod)
+    (left,) = [one for one in world.api.objects.values() if one["metadata"].get("uid") == pod.uid]
+    assert left["status"]["phase"] == "Running"
+    assert not world.rescue._state.copies
+    assert world.told == []
+
+
+async def _start_after_all(world: World, pod: Pod) -> None:
+    world.refusals.clear(pod.uid, "main")
+    world.api.change(pod_at(pod.name), {"status": {"phase": "Running"}})
+    await asyncio.sleep(20)
+    world.api.fault = None
+    await asyncio.sleep(60)
+
+
+async def test_a_refused_pod_is_deleted_once_the_api_server_is_back(world: World) -> None:
+    """As long as it is refused. Its owner is told of the deletion when it has taken place."""
+    world.put(failed("a", phase="Pending"))
+    pod = Pod("uid-a", "default", "a")
+    world.refusals.refuse(pod, "main", NUMBER, "never here", final=True)
+    world.api.fault = lambda verb, path, body: (
+        ClusterError(f"DELETE {path}: no answer") if verb == "delete" else None
+    )
+    async with world.life():
+        await asyncio.sleep(60)
+        assert world.told == []
+        world.api.fault = None
+        await asyncio.sleep(60)
+    made = world.pod("a")
+    assert made is not None
+    assert made["metadata"]["uid"].startswith("new-")
+    assert [reason for reason, _ in world.told] == ["VgpuDeleted", "VgpuRecreated"]

@@ -13,7 +13,7 @@ import datetime as dt
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncGenerator, Mapping
 
 
 # How long one request may take; a watch is not one of them.
@@ -46,6 +46,14 @@ class Api(Protocol):
 
     async def delete(self, path: str, *, uid: str) -> bytes:
         """Delete the object at ``path``, if it has that UID; return the answer."""
+        ...
+
+
+class ListingApi(Api, Protocol):
+    """The API server for those who also read lists that may be long."""
+
+    def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """Yield the list at ``path`` as it arrives, in pieces of the JSON text."""
         ...
 
 

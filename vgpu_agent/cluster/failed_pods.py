@@ -11,20 +11,22 @@ Built and run by `agent`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.cluster import decode, retrying
+from vgpu_agent.cluster import retrying
+from vgpu_agent.cluster.lists import failed_pods_of
 from vgpu_agent.cluster.retrying import Backoff, is_permanent
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.cluster.api import ListingApi
     from vgpu_agent.cluster.events import Events
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
@@ -38,7 +40,6 @@ _BEFORE_START_SECONDS = 600.0
 # Pods that are admitted between our start and our registration fail as well.
 _SETTLING_SECONDS = 5.0
 _TRIES = 8
-_MAX_PODS = 500
 _MAX_NAMES = 20
 _LONGEST_NAME = 128
 
@@ -92,7 +93,7 @@ class FailedPods:
 
     def __init__(
         self,
-        api: Api,
+        api: ListingApi,
         node_name: str,
         node: Callable[[], Node | None],
         resources: Callable[[], Collection[str]],
@@ -125,7 +126,7 @@ class FailedPods:
         for _ in range(_TRIES):
             beat()
             try:
-                names, more = await self._names()
+                names = await self._names(beat)
             except ClusterError as err:
                 backoff.failed(err)
                 self._journal.record(
@@ -137,31 +138,29 @@ class FailedPods:
                     return
                 await asyncio.sleep(min(backoff.seconds_left, retrying.BACKOFF_MAX_SECONDS))
             else:
-                self._report(names, more=more)
+                self._report(names)
                 return
 
-    async def _names(self) -> tuple[list[str], bool]:
-        """Return the pods, as ``namespace/name``, and True if there may be more.
+    async def _names(self, beat: Callable[[], None]) -> list[str]:
+        """Return the pods, as ``namespace/name``.
 
         Raises:
             ClusterError: no answer, or one that cannot be read.
         """
-        selector = f"spec.nodeName={self._node_name},status.phase=Failed"
-        answer = await self._api.get(
-            "/api/v1/pods", {"fieldSelector": selector, "limit": str(_MAX_PODS)}
-        )
-        # `rest` is the token of the next page, empty on the last one
-        items, _, rest = decode.page(answer)
-        ours = frozenset(self._resources())
+        ours, marker = frozenset(self._resources()), _ADMISSION_ERROR.encode()
         names = []
-        for item in items:
-            try:
-                pod = _pods.decode(item)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                continue  # an object that cannot be read is not one of ours
-            if self._failed_meanwhile(pod, ours):
-                names.append(f"{pod.metadata.namespace}/{pod.metadata.name}"[:_LONGEST_NAME])
-        return sorted(names), bool(rest)
+        pods = failed_pods_of(self._node_name, self._api, beat)
+        async with contextlib.aclosing(pods):
+            async for raw in pods:
+                if marker not in raw:
+                    continue  # to decode each of thousands of pods would take seconds
+                try:
+                    pod = _pods.decode(raw)
+                except (msgspec.MsgspecError, ValueError, RecursionError):
+                    continue  # an object that cannot be read is not one of ours
+                if self._failed_meanwhile(pod, ours):
+                    names.append(f"{pod.metadata.namespace}/{pod.metadata.name}"[:_LONGEST_NAME])
+        return sorted(names)
 
     def _failed_meanwhile(self, pod: _Pod, ours: frozenset[str]) -> bool:
         """Tell whether the pod asks for one of our resources, and failed at admission because the
@@ -183,19 +182,16 @@ class FailedPods:
             >= self._since
         )
 
-    def _report(self, names: list[str], *, more: bool) -> None:
+    def _report(self, names: list[str]) -> None:
         self.found = len(names)
         if not names:
             return
         named = names[:_MAX_NAMES]
-        number, which = (
-            f"{'at least ' if more else ''}{len(names)}",
-            "among them " if len(names) > len(named) else "",
-        )
+        which = "among them " if len(names) > len(named) else ""
         # The names come last: the journal and events cut long texts.
         text = (
-            f"{number} pods failed at admission while no vgpu-agent was registered on this node: "
-            f"{which}{', '.join(named)}"
+            f"{len(names)} pods failed at admission while no vgpu-agent was registered on this "
+            f"node: {which}{', '.join(named)}"
         )
         self._journal.record(
             "pods.failed_while_down", level="warning", pods=named, number=len(names), error=text

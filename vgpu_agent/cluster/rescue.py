@@ -18,6 +18,7 @@ Built and run by `agent`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,7 @@ import msgspec
 
 from vgpu_agent.cluster import decode, recreation
 from vgpu_agent.cluster.api import pod_path, pods_path
+from vgpu_agent.cluster.lists import failed_pods_of
 from vgpu_agent.cluster.pod_copies import Copy, State, Tries
 from vgpu_agent.cluster.reschedule import EVICTED, PERMISSION, eviction
 from vgpu_agent.cluster.retrying import Backoff, FailureLog
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
     from vgpu_agent.allocation.refusals import Refusal
-    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.cluster.api import ListingApi
     from vgpu_agent.cluster.events import Events
     from vgpu_agent.cluster.pod_copies import PodCopies
     from vgpu_agent.concurrency import Revision
@@ -58,14 +60,13 @@ FORGET_SECONDS = 3600.0
 GIVE_UP_SECONDS = 24 * 3600.0
 
 _ADMISSION_ERROR = "UnexpectedAdmissionError"
-_PAGE, _MAX_PAGES = 50, 10  # failed pods in one answer of the API server, and answers in a row
 _MAX_COPIES = 16  # pods at once that are deleted and not recreated yet
 _LONGEST_BODY_BYTES = 2 * 1024 * 1024
 _MAX_KEYS, _MAX_DONE = 512, 2000  # entries of `State.tries`, and of `Rescue._done`
 # The pause before the next check whether a deleted pod is gone; it doubles up to the maximum.
 _CHECK_SECONDS, _CHECK_MAX_SECONDS = 0.5, 5.0
-# Failed pods are listed at most once in this time.
-_LIST_SECONDS = 5.0
+# The pause after a list of the failed pods, and how many times as long as the list it is at least.
+_LIST_SECONDS, _LIST_PAUSES = 5.0, 10.0
 # A pod that was created so soon after another one is not the replacement of that one.
 _TOGETHER_SECONDS = 2.0
 _NO_TRIES = Tries(number=0, last=0.0)
@@ -116,7 +117,7 @@ class Rescue:
 
     def __init__(
         self,
-        api: Api,
+        api: ListingApi,
         node_name: str,
         pod_cache: PodCache,
         resources: Callable[[], Collection[str]],
@@ -156,6 +157,7 @@ class Rescue:
         self._state = State()
         self._cases: dict[str, _Case] = {}  # by UID
         self._recreations: dict[str, _Recreation] = {}  # of copies, by UID
+        self._refused: frozenset[str] = frozenset()  # UIDs of the pods with a final refusal
         self._done: dict[str, None] = {}  # UIDs of handled pods; the latest at the end
         # when failed pods were listed last: how many pods had ended, and how many complete lists of
         # pods had been read (`PodCache.ends` and `PodCache.lists`)
@@ -204,7 +206,7 @@ class Rescue:
             return self._look_seconds
         if (left := max(self._list_due - _now(), self._list_backoff.seconds_left)) > 0:
             return left
-        seen = self._pod_cache.ends, self._pod_cache.lists
+        seen, began = (self._pod_cache.ends, self._pod_cache.lists), _now()
         try:
             await self._list_failed()
         except ClusterError as err:
@@ -213,23 +215,21 @@ class Rescue:
             return self._list_backoff.seconds_left
         self._failure_log.recovered("list")
         self._list_backoff.succeeded()
-        self._seen, self._list_due = seen, _now() + _LIST_SECONDS
+        pause = max(_LIST_SECONDS, _LIST_PAUSES * (_now() - began))
+        self._seen, self._list_due = seen, _now() + pause
         return self._look_seconds
 
     async def _list_failed(self) -> None:
-        selector = f"spec.nodeName={self._node_name},status.phase=Failed"
-        params = {"fieldSelector": selector, "limit": str(_PAGE)}
-        ours = frozenset(self._resources())
-        for _ in range(_MAX_PAGES):
-            self._beat()
-            items, _, token = decode.page(await self._api.get("/api/v1/pods", params))
-            for item in items:
-                if (pod := _readable(item)) is not None and _failed_admission(pod, ours):
+        ours, marker = frozenset(self._resources()), _ADMISSION_ERROR.encode()
+        pods = failed_pods_of(self._node_name, self._api, self._beat)
+        async with contextlib.aclosing(pods):
+            async for raw in pods:
+                # to decode each of thousands of pods would take seconds
+                if marker not in raw or (pod := _readable(raw)) is None:
+                    continue
+                if _failed_admission(pod, ours):
                     status = pod["status"]
                     self._add(pod, f"{_ADMISSION_ERROR}: {status.get('message', '')}", failed=True)
-            if not token:
-                return
-            params = {**params, "continue": token}
 
     def _find_refused(self) -> None:
         ours, refused = frozenset(self._resources()), set[str]()
@@ -241,6 +241,7 @@ class Rescue:
             if pod.uid not in self._cases and not self._is_done(pod.uid):
                 why = f"container {refusal.container} may not start: {refusal.reason}"
                 self._cases[pod.uid] = _Case(pod, why, failed=False)
+        self._refused = frozenset(refused)
         for uid in [uid for uid, case in self._cases.items() if not case.failed]:
             if uid not in refused:  # it has started after all, or is gone
                 self._drop(uid)
@@ -324,7 +325,12 @@ class Rescue:
         await self._store_state()
         self.counts["evicted"] += 1
         text = f"evicted, so that {_named(controller)} makes another: {case.why}"
-        self._record("rescue.evicted", case, EVICTED, text)
+        self._finish(pod.uid)
+        self._failure_log.recovered("pods")
+        self._journal.record(
+            "rescue.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
+        )
+        self._events.raise_event(pod, EVICTED, text)
         return self._look_seconds
 
     async def _delete(self, case: _Case, key: str, pod: dict[str, Any]) -> float:
@@ -358,9 +364,10 @@ class Rescue:
                 await self._forget(copy)
                 raise
             # It may have been deleted nevertheless; `_recreate` checks that.
-        self._record(
-            "rescue.deleted", case, DELETED, f"deleted, and will be created again: {case.why}"
-        )
+            self._drop(case.pod.uid)
+            return 0.0
+        self._finish(case.pod.uid)
+        self._report_deleted(copy)
         return 0.0
 
     async def _recreate(self, copy: Copy, next_try: _Recreation) -> float:
@@ -385,7 +392,11 @@ class Rescue:
                 await self._forget(copy)
                 return self._look_seconds
             if not metadata.get("deletionTimestamp"):
+                if not self._cannot_run(found):
+                    await self._forget(copy)
+                    return self._look_seconds
                 await self._api.delete(path, uid=copy.uid)
+                self._report_deleted(copy)
             next_try.backoff.succeeded()
             pause, next_try.pause = next_try.pause, min(2 * next_try.pause, _CHECK_MAX_SECONDS)
         except ClusterError as err:
@@ -395,6 +406,13 @@ class Rescue:
             pause = next_try.backoff.seconds_left
         next_try.due = _now() + pause
         return pause
+
+    def _cannot_run(self, pod: dict[str, Any]) -> bool:
+        """Tell whether a pod with a copy must still be deleted. A pod whose start was refused may
+        run by now: its first DELETE has failed, or the agent has ended before it.
+        """
+        failed = _of(pod, "status").get("phase") == "Failed"
+        return failed or pod["metadata"].get("uid") in self._refused
 
     async def _found(self, path: str) -> dict[str, Any] | None:
         """Return the object at ``path``, None where there is none.
@@ -495,22 +513,14 @@ class Rescue:
         )
         self._events.raise_event(Pod(uid, copy.namespace, copy.name), RECREATED, text, "Normal")
 
-    def _record(self, event: str, case: _Case, reason: str, text: str) -> None:
-        """Record that the pod has been handled, as ``event`` in the journal, and for its owner as a
-        Kubernetes event with ``reason``.
-        """
-        pod = case.pod
-        self._finish(pod.uid)
+    def _report_deleted(self, copy: Copy) -> None:
         self._failure_log.recovered("pods")
-        if event == "rescue.evicted":
-            self._journal.record(
-                "rescue.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
-            )
-        else:
-            self._journal.record(
-                "rescue.deleted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
-            )
-        self._events.raise_event(pod, reason, text)
+        pod = Pod(copy.uid, copy.namespace, copy.name)
+        text = f"deleted, and will be created again: {copy.reason}"
+        self._journal.record(
+            "rescue.deleted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
+        )
+        self._events.raise_event(pod, DELETED, text)
 
     def _report_postponed(self, case: _Case, err: ClusterError) -> None:
         self._failure_log.record(

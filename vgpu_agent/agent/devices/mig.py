@@ -164,7 +164,8 @@ class MigDivider:
             profiles = [instance.profile for instance in found.mig_instances] if found else []
             raise MigError(
                 f"nvidia-mig-parted reported success, but {SETTLE_SECONDS:g} s later "
-                f"the driver shows {', '.join(profiles) or 'no instances'}; see `nvidia-smi -L` and dmesg"
+                f"the driver shows {', '.join(profiles) or 'no instances'}; "
+                "see `nvidia-smi -L` and dmesg"
             )
 
     async def _wait_for_layout(self, layout: MigLayout) -> None:
