@@ -303,15 +303,15 @@ async def test_a_line_that_is_no_event_leads_to_a_new_list(node: Node1, line: by
     assert node.reflector.status.errors == 1
 
 
-async def test_a_single_object_is_got_and_not_listed(journal: Journal) -> None:
-    """A GET needs no permission to list. 404 means that there is no object,
-    and the watch begins before all versions.
+async def test_a_single_object_is_listed_by_its_name(journal: Journal) -> None:
+    """A list has the API server's version of now. The version of the object itself may be so old
+    that no watch begins with it.
     """
     one = Node1(journal, Scope.single("one pod", "/api/v1/namespaces/default/pods", "a"))
-    one.script.lists = [ClusterError("not found", status=404)]
-    one.script.watches = [[json_event("ADDED", json_pod("a", 55))], [None]]
+    one.script.lists = [json_list(json_pod("a", 55), version=4711)]
+    one.script.watches = [[None]]
     await one.run_for(10)
-    assert one.script.watched_from == ["0", "55"]
+    assert one.script.watched_from == ["4711"]
     assert one.names == ["a"]
     assert one.reflector.status.errors == 0
 

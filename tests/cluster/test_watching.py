@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -238,17 +239,38 @@ async def test_a_node_that_does_not_exist_yet_is_waited_for(
 async def test_nothing_changes_and_nothing_is_asked(
     server: ApiServer, node: NodeWatch, pods: PodWatch, book: PodCache
 ) -> None:
-    """One GET, one list and two watches, and then silence. None of them is a write."""
+    """Two lists and two watches, and then silence. None of them is a write."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     async with running(node.run), running(pods.run):
         await until(lambda: len(server.requests) == 4)
         await until(book.synced.is_set)
     assert sorted((request.verb, request.resource) for request in server.requests) == [
-        ("get", "nodes"),
+        ("list", "nodes"),
         ("list", "pods"),
         ("watch", "nodes"),
         ("watch", "pods"),
     ]
+
+
+async def test_objects_that_have_not_changed_for_long_are_watched(
+    server: ApiServer, config_map: ConfigMapWatch, node: NodeWatch
+) -> None:
+    """The API server refuses a watch from a version before those that it remembers, and after its
+    start it remembers none. Each refusal would lead to another question, for ever.
+    """
+    server.objects.create("configmaps", _config("kube-system", "first"))
+    server.objects.create("nodes", {"metadata": {"name": "n1"}})
+    server.objects.create("nodes", {"metadata": {"name": "other"}})
+    server.objects.compact()
+    async with running(config_map.run), running(node.run):
+        await until(lambda: config_map.text.value == "first" and node.node.value is not None)
+        await until(lambda: sum(request.verb == "watch" for request in server.requests) >= 2)
+        server.objects.patch("configmaps", NAME, {"data": {KEY: "changed"}}, "kube-system")
+        await until(lambda: config_map.text.value == "changed")
+    asked = collections.Counter(
+        (request.verb, request.resource, request.namespace) for request in server.requests
+    )
+    assert set(asked.values()) == {1}
 
 
 def _config(namespace: str, text: str, key: str = KEY) -> dict[str, Any]:
@@ -293,7 +315,7 @@ async def test_a_namespace_of_the_operators_own_is_looked_at_first(
     assert config_map.namespace == "volcano"
 
 
-async def test_config_maps_are_got_and_watched_by_name_and_never_listed(
+async def test_config_maps_are_listed_and_watched_by_name(
     server: ApiServer, config_map: ConfigMapWatch
 ) -> None:
     """The role allows no more; and where the first namespace has it,
@@ -306,11 +328,11 @@ async def test_config_maps_are_got_and_watched_by_name_and_never_listed(
         await until(config_map.synced.is_set)
         seen.append(config_map.text.value)
     assert seen == ["first"]
-    assert {request.verb for request in server.requests} <= {"get", "watch"}
+    assert {request.verb for request in server.requests} <= {"list", "watch"}
     assert all(request.namespace for request in server.requests)
-    assert {
-        request.query["fieldSelector"] for request in server.requests if request.verb == "watch"
-    } == {f"metadata.name={NAME}"}
+    assert {request.query["fieldSelector"] for request in server.requests} == {
+        f"metadata.name={NAME}"
+    }
 
 
 async def test_a_config_map_without_the_key_is_said_and_is_not_taken_for_none(

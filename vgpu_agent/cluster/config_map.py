@@ -204,6 +204,7 @@ class _Place:
             self,
             journal=journal,
             expected=(_FORBIDDEN,),  # the HTTP statuses that it does not log
+            from_cache=False,
         )
 
     @property

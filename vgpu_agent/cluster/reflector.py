@@ -64,7 +64,6 @@ _UNREADABLE_REMEMBERED = 200
 _GONE = 410
 _FORBIDDEN = 403
 _GRANT = "grant the right to the service account; manifests/rbac.yaml has it"
-_NOT_FOUND = 404
 
 
 class Source(Protocol):
@@ -100,27 +99,27 @@ class Sink(Protocol[Seen_contra]):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """The watched objects: a collection and a selection of it, or one object.
+    """The watched objects: a collection, or a selection of it.
 
     Attributes:
         what: for people, e.g. ``pods of this node``.
         path: of the collection.
         field_selector: the selection, as ``fieldSelector`` of the API server.
-        name: of the one object to get instead of listing, which asks for no permission to list;
-            empty for a collection.
     """
 
     what: str
     path: str
     field_selector: str
-    name: str = ""
 
     @classmethod
     def single(cls, what: str, path: str, name: str) -> Scope:
         """Return the scope of the one object ``name``, which need not exist, of the collection at
         ``path``.
+
+        It is listed, too. A watch from the version of an object that has not changed for long is
+        refused: the API server remembers the changes of the last minutes, after its start none.
         """
-        return cls(what, path, f"metadata.name={name}", name)
+        return cls(what, path, f"metadata.name={name}")
 
 
 class Reflector(Generic[T]):
@@ -227,7 +226,7 @@ class Reflector(Generic[T]):
             await asyncio.sleep(backoff.pause(failure))
 
     async def _list(self, beat: Callable[[], None]) -> None:
-        items, version = await (self._get_one() if self.scope.name else self._get_pages(beat))
+        items, version = await self._get_pages(beat)
         self._sink.replace(items)
         self._version = version
         self.status.lists += 1
@@ -235,15 +234,6 @@ class Reflector(Generic[T]):
         self.status.synced = True
         self.synced.set()
         self._well()
-
-    async def _get_one(self) -> tuple[list[T], str]:
-        try:
-            raw = await self._source.get(f"{self.scope.path}/{self.scope.name}")
-        except ClusterError as err:
-            if err.status != _NOT_FOUND:
-                raise
-            return [], "0"  # a watch from version 0 begins with all objects created in between
-        return self._readable(raw), decode.version(raw)
 
     async def _get_pages(self, beat: Callable[[], None]) -> tuple[list[T], str]:
         items: list[T] = []

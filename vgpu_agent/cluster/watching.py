@@ -162,7 +162,12 @@ class NodeWatch(_Watch):
         self.node: Latest[Node | None] = Latest(None)
         scope = Scope.single("this node", "/api/v1/nodes", node_name)
         self._reflector = Reflector(
-            source, scope, decode.node, _Only(self.node, clock), journal=journal
+            source,
+            scope,
+            decode.node,
+            _Only(self.node, clock),
+            journal=journal,
+            from_cache=False,  # what was written just before must be in it
         )
         self.synced: asyncio.Event = self._reflector.synced
 
