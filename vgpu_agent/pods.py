@@ -21,7 +21,7 @@ import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.errors import InvalidNameError, quoted
+from vgpu_agent.errors import InvalidNameError, RequestRefusedError, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,9 +34,12 @@ STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
 # The kubelet admits 110 pods by default and hardly ever more than 500; each takes a few KiB here,
-# and a hostile one up to 100 KiB.
+# and a hostile one up to 200 KiB.
 MAX_PODS = 2000
 MAX_BYTES = 32 * 1024 * 1024
+# Of one pod: containers that are kept, and resources with the names of families, of all of them
+# together (`Pod.has_more_requests`).
+MAX_CONTAINERS, MAX_FAMILY_RESOURCES = 64, 256
 # names of present and earlier pods that a cache remembers, and UIDs of pods that it has left out
 _MAX_NAMES = 4000
 # UIDs that are remembered for one name; two are enough to know that there was another pod
@@ -259,6 +262,8 @@ class Pod(msgspec.Struct, frozen=True):
         labels: those that families read or write.
         in_new_sandbox: when the kubelet last wrote the pod's status, it was about to create a
             sandbox for it, so none of its containers ran.
+        has_more_requests: more of its containers ask for resources with the names of families, or
+            for more of them, than are kept. What is kept may lack a limit, so no family serves it.
         scheduling: facts that only schedulers use; None unless it was decoded with them.
     """
 
@@ -279,12 +284,22 @@ class Pod(msgspec.Struct, frozen=True):
     static_uid: str = ""
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
     in_new_sandbox: bool = False
+    has_more_requests: bool = False
     scheduling: SchedulingFacts | None = None
 
     @property
     def full_name(self) -> str:
         """``namespace/name``, for logs."""
         return f"{self.namespace}/{self.name}"
+
+    def refuse_more_requests(self) -> None:
+        """Raise `RequestRefusedError` if the pod asks for more than is kept of it."""
+        if self.has_more_requests:
+            raise RequestRefusedError(
+                f"pod {self.full_name} names more GPU resources, or more containers that ask for "
+                f"them, than are read ({MAX_CONTAINERS} containers, {MAX_FAMILY_RESOURCES} "
+                "resources); leave out those that it does not need"
+            )
 
     @property
     def kubelet_uid(self) -> str:

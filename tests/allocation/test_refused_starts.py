@@ -66,6 +66,16 @@ async def test_a_container_that_asks_two_families_is_refused() -> None:
     assert place.carrier.specs == {}
 
 
+async def test_a_container_of_a_pod_of_which_not_all_was_read_is_refused() -> None:
+    """A limit that was left out would count as no limit."""
+    place = await asking_for(number=1)
+    (pod,) = place.book.pods
+    place.book.put(msgspec.structs.replace(pod, has_more_requests=True))
+    with pytest.raises(RequestRefusedError, match="names more GPU resources"):
+        await place.start(IDS[:1])
+    assert place.carrier.specs == {}
+
+
 @pytest.mark.parametrize(
     "limits",
     [{"number": 1, "memory": 5}, {"number": 1, "letters_counted": 1}, {"number": 1, "letter": 0}],

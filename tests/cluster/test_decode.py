@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.quantities import whole_number
-from vgpu_agent.errors import ClusterError
+from vgpu_agent.errors import ClusterError, RequestRefusedError
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, ContainerKind, PodContainer
 
 
@@ -120,6 +120,56 @@ def test_limits_count_and_requests_only_where_there_is_no_limit() -> None:
     }
     pod = decode.pod(_pod({"containers": [{"name": "main", "resources": resources}]}))
     assert pod.containers[0].limits == {"volcano.sh/vgpu-number": 2, "volcano.sh/vgpu-cores": 30}
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        [
+            {
+                "name": "noise",
+                "resources": {"limits": {f"a.b/x{place}": "0" for place in range(200)}},
+            }
+        ],
+        [{"name": f"c{place}", "resources": {"limits": {"a.b/x": "0"}}} for place in range(70)],
+        [
+            {"name": f"c{place}", "resources": {"limits": {"volcano.sh/vgpu-cores": "0"}}}
+            for place in range(60)
+        ],
+    ],
+    ids=["names", "containers", "own-names"],
+)
+def test_no_other_container_hides_what_a_container_asks_for(init: list[dict[str, Any]]) -> None:
+    """Amounts of 0 cost a tenant nothing. A hidden limit of memory would mean the whole card, of
+    which no scheduler would know.
+    """
+    limits = {"volcano.sh/vgpu-number": "1", "volcano.sh/vgpu-memory": "5"}
+    main = {"name": "main", "resources": {"limits": limits}}
+    pod = decode.pod(_pod({"initContainers": init, "containers": [main]}))
+    assert pod.containers[-1].name == "main"
+    assert pod.containers[-1].limits == {"volcano.sh/vgpu-number": 1, "volcano.sh/vgpu-memory": 5}
+    assert not pod.has_more_requests
+    assert sum(len(one.limits) for one in pod.containers) < 200
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        [{"limits": {f"volcano.sh/vgpu-{place}": "0" for place in range(300)}}],
+        [{"limits": {"volcano.sh/vgpu-cores": "0"}}] * 64,
+    ],
+    ids=["names", "containers"],
+)
+def test_a_pod_with_more_requests_than_are_kept_says_so(init: list[dict[str, Any]]) -> None:
+    """Memory is bounded, so something is left out. Then no family may serve the pod."""
+    inits = [{"name": f"c{place}", "resources": each} for place, each in enumerate(init)]
+    main = {"name": "main", "resources": {"limits": {"volcano.sh/vgpu-number": "1"}}}
+    pod = decode.pod(_pod({"initContainers": inits, "containers": [main]}))
+    assert pod.has_more_requests
+    assert len(pod.containers) <= 64
+    assert sum(len(one.limits) for one in pod.containers) <= 256
+    with pytest.raises(RequestRefusedError, match="names more GPU resources"):
+        pod.refuse_more_requests()
 
 
 def test_a_container_has_started_when_it_runs_or_ran() -> None:

@@ -386,6 +386,7 @@ class LateStart:
                 )
         self._refuse_before_pods_are_read()
         self._refuse_two_families(start)
+        start.pod.refuse_more_requests()
         decision = start.family.decide(asked or self._question(start))
         return msgspec.structs.replace(decision, by=f"decided by {decision.by}")
 

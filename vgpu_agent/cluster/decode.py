@@ -27,6 +27,8 @@ from vgpu_agent.errors import ClusterError, quoted, shortened
 from vgpu_agent.families.pod_annotations import BY_DEFAULT, VALUES, VARIABLES
 from vgpu_agent.nodes import Node
 from vgpu_agent.pods import (
+    MAX_CONTAINERS,
+    MAX_FAMILY_RESOURCES,
     ContainerKind,
     Pod,
     PodContainer,
@@ -52,8 +54,7 @@ _LONGEST_VERSION = 256
 _LONGEST_RESOURCE = 317  # DNS subdomain, slash, 63 characters
 _LONGEST_AMOUNT = 64
 _LONGEST_VALUE_BYTES = 64  # of an environment variable, in JSON
-_MAX_CONTAINERS = 64
-_MAX_RESOURCES = 128  # of all containers together
+_MAX_RESOURCES = 128  # of all containers together, beside those of families
 _ANNOTATION_BYTES = 32 * 1024  # of all values together
 _LONGEST_MESSAGE = 1000  # characters of a Status
 _LONGEST_TOKEN = 8 * 1024  # the continue token of a list
@@ -294,6 +295,7 @@ def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
         one.name: one
         for one in (*(status.init_container_statuses or ()), *(status.container_statuses or ()))
     }
+    containers, has_more = _containers(spec, statuses, keys.resource_prefixes)
     return Pod(
         uid=metadata.uid,
         namespace=metadata.namespace,
@@ -302,7 +304,8 @@ def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
         phase=(status.phase or "Pending")[:_LONGEST_NAME],
         annotations=_kept(keys.annotations, metadata.annotations),
         labels=_kept(keys.labels, metadata.labels),
-        containers=_containers(spec, statuses, keys.resource_prefixes),
+        containers=containers,
+        has_more_requests=has_more,
         deleting=bool(metadata.deletion_timestamp),
         created_at=unix_seconds(metadata.creation_timestamp),
         scheduler=(spec.scheduler_name or "")[:_LONGEST_NAME],
@@ -505,48 +508,79 @@ def _kept(keys: Sequence[str], fields: Any) -> dict[str, str]:
     return kept
 
 
+class _Requests(msgspec.Struct):
+    """The extended resources that a container requests: resource → amount.
+
+    Attributes:
+        ours: those whose names begin as those of families do.
+        others: the others, `_MAX_RESOURCES` at most.
+    """
+
+    ours: dict[str, str]
+    others: dict[str, str]
+
+
 def _containers(
     spec: _PodSpec, statuses: Mapping[str, _ContainerStatus], prefixes: tuple[str, ...]
-) -> tuple[PodContainer, ...]:
-    """Return the containers of a pod;
-    of very many, only those that ask for extended resources. ``prefixes`` begin the names of the
-    families' resources.
+) -> tuple[tuple[PodContainer, ...], bool]:
+    """Return the containers of a pod, of very many only those that ask for extended resources;
+    and True if there is more of what families read (`Pod.has_more_requests`). Made-up names must
+    not displace a family's request, in whichever container they are. ``prefixes`` begin the names
+    of the families' resources.
     """
     kinds = [
         (one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT)
         for one in spec.init_containers or ()
     ]
     kinds += [(one, ContainerKind.MAIN) for one in spec.containers or ()]
-    if len(kinds) > _MAX_CONTAINERS:
-        kinds = [(one, kind) for one, kind in kinds if _requested(one, prefixes)][:_MAX_CONTAINERS]
-    containers, left = [], _MAX_RESOURCES
-    for one, kind in kinds:
+    requests = [_requested(one, prefixes) for one, _ in kinds]
+    asking = [place for place, found in enumerate(requests) if found.ours]
+    ours_left, others_left = MAX_FAMILY_RESOURCES, _MAX_RESOURCES
+    has_more = (
+        len(asking) > MAX_CONTAINERS
+        or sum(len(requests[place].ours) for place in asking) > ours_left
+    )
+    places: Sequence[int] = range(len(kinds))
+    if len(kinds) > MAX_CONTAINERS:
+        others = [place for place in places if not requests[place].ours and requests[place].others]
+        places = sorted([*asking, *others][:MAX_CONTAINERS])
+    containers = []
+    for place in places:
+        one, kind = kinds[place]
+        ours = dict(itertools.islice(requests[place].ours.items(), ours_left))
+        others_of_it = dict(itertools.islice(requests[place].others.items(), others_left))
+        ours_left -= len(ours)
+        others_left -= len(others_of_it)
         status = statuses.get(one.name) or _ContainerStatus()
-        container = _container(one, kind, status, prefixes, most_resources=left)
-        left -= len(container.limits) + len(container.unreadable_limits)
-        containers.append(container)
-    return tuple(containers)
+        containers.append(_container(one, kind, status, ours | others_of_it))
+    return tuple(containers), has_more
 
 
-def _requested(one: _Container, prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Return the extended resources that the container requests: resource → amount."""
+def _requested(one: _Container, prefixes: tuple[str, ...]) -> _Requests:
     resources = one.resources or _Resources()
+    found = _Requests({}, {})
     # The API server enforces that limits and requests of extended resources are equal where both
     # are set.
-    return _extended(resources.requests, prefixes) | _extended(resources.limits, prefixes)
+    for amounts in (resources.requests, resources.limits):
+        for name, amount in (amounts or {}).items():
+            if not _is_extended(name):
+                continue
+            if name.startswith(prefixes):
+                found.ours[name] = _amount(amount)
+            elif len(found.others) < _MAX_RESOURCES:
+                found.others[name] = _amount(amount)
+    return found
 
 
 def _container(
     one: _Container,
     kind: ContainerKind,
     status: _ContainerStatus,
-    prefixes: tuple[str, ...],
-    *,
-    most_resources: int,
+    requested: Mapping[str, str],
 ) -> PodContainer:
     limits: dict[str, int] = {}
     unreadable: dict[str, str] = {}
-    for name, text in itertools.islice(_requested(one, prefixes).items(), most_resources):
+    for name, text in requested.items():
         number = whole_number(text)
         if number is None:
             unreadable[name] = shortened(text, _LONGEST_AMOUNT)
@@ -596,21 +630,19 @@ def _values(one: _Container) -> dict[str, str]:
     return values
 
 
-def _extended(
-    amounts: _Amounts | None, prefixes: tuple[str, ...] = BY_DEFAULT.resource_prefixes
-) -> dict[str, str]:
-    """The extended resources among ``amounts``: those with a slash in their name.
-    Of very many, keep those of the families first, whose names begin with one of ``prefixes``, so
+def _extended(amounts: _Amounts | None) -> dict[str, str]:
+    """Return the extended resources of a Node. Of very many, keep those of the families first, so
     that made-up names cannot displace them.
     """
-    found = [
-        (name, amount)
-        for name, amount in (amounts or {}).items()
-        if "/" in name and len(name) <= _LONGEST_RESOURCE
-    ]
+    found = [(name, amount) for name, amount in (amounts or {}).items() if _is_extended(name)]
     if len(found) > _MAX_RESOURCES:
-        found.sort(key=lambda each: not each[0].startswith(prefixes))
+        found.sort(key=lambda each: not each[0].startswith(BY_DEFAULT.resource_prefixes))
     return {name: _amount(value) for name, value in found[:_MAX_RESOURCES]}
+
+
+def _is_extended(resource: str) -> bool:
+    """Tell whether it is an extended resource: those have a slash in their names."""
+    return "/" in resource and len(resource) <= _LONGEST_RESOURCE
 
 
 def _amount(value: str | float) -> str:

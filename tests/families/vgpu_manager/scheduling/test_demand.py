@@ -25,6 +25,23 @@ def test_a_pod_that_asks_for_no_card_is_not_ours() -> None:
     assert read_demand(pod(PodContainer("main", limits={"nvidia.com/gpu": 1})), KEYS) is None
 
 
+def test_a_pod_of_which_not_all_was_read_is_refused() -> None:
+    """A limit may be missing, and would count as a whole card."""
+    cut = msgspec.structs.replace(pod(container("main", memory=5)), has_more_requests=True)
+    with pytest.raises(RequestRefusedError, match="names more GPU resources"):
+        read_demand(cut, KEYS)
+
+
+def test_a_pod_with_very_many_containers_that_ask_for_cards_is_refused() -> None:
+    """Cards are searched for each of them on each Node, and the extender answers nobody else
+    meanwhile.
+    """
+    several = [container(f"c{place}", memory=5) for place in range(17)]
+    assert read_demand(pod(*several[:16]), KEYS) is not None
+    with pytest.raises(RequestRefusedError, match="17 of its containers ask"):
+        read_demand(pod(*several), KEYS)
+
+
 def test_defaults_are_those_of_schedulers() -> None:
     """Neither cores nor memory is a whole card; cores alone take all memory, and memory alone is
     not limited in compute (vgpu-manager §5.3).

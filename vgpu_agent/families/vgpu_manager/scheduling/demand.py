@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 _MAX_ENTRIES = 64  # of a list in an annotation; each is compared with each card of each Node
+# Containers that ask for cards, init containers included; for each, cards are searched on each Node.
+_MAX_CONTAINERS = 16
 
 
 def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> PodDemand | None:
@@ -38,12 +40,18 @@ def read_demand(pod: Pod, keys: Keys, options: SchedulingOptions = DEFAULTS) -> 
 
     Raises:
         RequestRefusedError: no Node can ever serve it: a limit is no whole number or is out of
-            range, an annotation is too long, or the operator has forbidden such a request. The text
-            names pod, container, key and value.
+            range, an annotation is too long, too many containers ask for cards, or the operator has
+            forbidden such a request. The text names pod, container, key and value.
     """
+    pod.refuse_more_requests()
     asking = [container for container in pod.containers if asks(container, keys)]
     if not asking:
         return None
+    if len(asking) > _MAX_CONTAINERS:
+        raise RequestRefusedError(
+            f"pod {pod.full_name}: {len(asking)} of its containers ask for {keys.number}; expected "
+            f"at most {_MAX_CONTAINERS}"
+        )
     # `Pod.containers` has them in the order of the claims: init containers and sidecars first.
     containers = tuple(
         # A limit counts memory in units of as many MiB as the Node's factor says. The Node is not
