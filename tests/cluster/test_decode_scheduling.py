@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import quickest_call
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.decode_scheduling import budget, facts, with_facts
 from vgpu_agent.cluster.quantities import thousandths
@@ -94,6 +95,14 @@ def test_a_group_is_the_gang_or_what_the_controller_has_made() -> None:
 def test_pods_that_are_not_displaced(pod: SchedulingFacts, protected: str) -> None:
     """vgpu-manager §5.9."""
     assert pod.protected == protected
+
+
+def test_the_amounts_of_a_pod_with_very_many_are_not_read() -> None:
+    """A tenant can name tens of thousands, and change the pod again and again."""
+    limits = {f"a.b/{number:x}": str(number + 5000) for number in range(28_000)}
+    raw = _pod({"containers": [{"name": "main", "resources": {"limits": limits}}]})
+    assert facts(raw).requests is None
+    assert quickest_call(lambda: facts(raw), within_seconds=0.1) < 0.1
 
 
 def _asking(**amounts: Any) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.cluster.scripted import Script, json_event, json_list, json_pod, running
+from tests.patience import eventually
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.reflector import Reflector, Scope
 from vgpu_agent.errors import ClusterError
@@ -27,7 +29,7 @@ def _largest(_: float, high: float) -> float:
 class Node1:
     """A reflector of node n1's pods that reads from a script, without jitter."""
 
-    def __init__(self, journal: Journal, scope: Scope = _SCOPE) -> None:
+    def __init__(self, journal: Journal, scope: Scope = _SCOPE, **options: Any) -> None:
         self.script = Script()
         self.script.lists = [json_list()]
         self.book = PodCache()
@@ -39,6 +41,7 @@ class Node1:
             self.book,
             journal=journal,
             uniform=_largest,
+            **options,
         )
 
     @property
@@ -314,6 +317,22 @@ async def test_a_single_object_is_listed_by_its_name(journal: Journal) -> None:
     assert one.script.watched_from == ["4711"]
     assert one.names == ["a"]
     assert one.reflector.status.errors == 0
+
+
+@pytest.mark.parametrize(("options", "seconds"), [({}, 5.8), ({"burst_seconds": 0}, 0.0)])
+async def test_a_watch_is_not_followed_faster_than_needed(
+    journal: Journal, options: dict[str, Any], seconds: float
+) -> None:
+    """On a node, a flood of changes must leave time for containers. The extender may not be behind:
+    it would take cards for free that are bound.
+    """
+    node = Node1(journal, **options)
+    lines = [json_event("MODIFIED", json_pod("a", version)) for version in range(101, 6101)]
+    node.script.watches = [[*lines, json_event("ADDED", json_pod("last", 7000)), None], [None]]
+    began = asyncio.get_running_loop().time()
+    async with running(node.reflector.run):
+        await eventually(lambda: "last" in node.names)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(seconds, abs=0.5)
 
 
 async def test_a_restarted_loop_goes_on_where_it_was(node: Node1) -> None:

@@ -115,9 +115,10 @@ def test_unknown_keys_are_ignored() -> None:
     assert (entry.ids, entry.answer) == ((U0,), b"")
 
 
-def test_an_answer_that_is_no_base64_harms_only_who_asks_for_it() -> None:
+@pytest.mark.parametrize("answer", ["%%%", "CgQ\u00e9"])
+def test_an_answer_that_is_no_base64_harms_only_who_asks_for_it(answer: str) -> None:
     """The ids count; the stored answer is decoded on demand."""
-    (entry,) = _parse(_entry(AllocResp="%%%"))
+    (entry,) = _parse(_entry(AllocResp=answer))
 
     assert entry.ids == (U0,)
     with pytest.raises(CheckpointError, match=r"container train .* is not base64"):

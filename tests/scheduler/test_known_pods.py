@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from vgpu_agent.pods import Pod, SchedulingFacts
 from vgpu_agent.scheduler.known_pods import KnownPods
 
@@ -47,3 +49,17 @@ def test_unbound_pods_without_a_group_are_not_kept() -> None:
     known.see(a_pod("a"))
     known.see(Pod("uid-b", "team", "b", "n0"))
     assert known._pods == {}
+
+
+def test_labels_are_kept_of_bound_pods_only() -> None:
+    """They matter to the budgets of pods that may be displaced. Thousands of waiting pods may have
+    64 KiB of them each.
+    """
+    known, labels = KnownPods(), (("app", "train"),)
+    for node in ("", "n0"):
+        pod = a_pod("a", node, gang="team/g")
+        facts = SchedulingFacts("team", "a", gang="team/g", labels=labels)
+        known.see(msgspec.structs.replace(pod, scheduling=facts))
+        found = known.get("uid-a")
+        assert found is not None
+        assert found.facts.labels == (labels if node else ())

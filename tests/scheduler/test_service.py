@@ -137,6 +137,17 @@ async def test_a_pod_is_filtered_and_bound_and_its_cards_return(extender: Extend
     await extender.until_placed("c", ["n0"])
 
 
+async def test_no_flood_of_changes_leaves_the_extender_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node follows a thousand changes a second at most. An extender that did would give cards
+    away that a bind six thousand changes later has taken; the reflector's own test has the times.
+    """
+    constants.use(monkeypatch, QUICK)
+    async with ApiServer() as server, serving(server.url) as service:
+        assert (service._pods._burst_seconds, service._nodes._burst_seconds) == (0, 0)
+
+
 async def test_a_restarted_extender_knows_what_bound_pods_hold(extender: Extender) -> None:
     """It reads their annotations before it is ready, so nothing is given twice."""
     for name in ("a", "b"):

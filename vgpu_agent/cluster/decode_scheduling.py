@@ -34,6 +34,7 @@ _LONGEST_MESSAGE = 1000  # characters
 _LONGEST_NAME = 253
 # labels and resources of one pod, and expressions of one selector, that are read at most
 _MAX_LABELS, _MAX_RESOURCES, _MAX_SELECTED = 256, 64, 256
+_MAX_AMOUNTS = 1024  # limits and requests of all containers of a pod together
 _SHARED = 4096  # the number of latest values that are remembered, so that equal ones are one object
 _CRITICAL = 2_000_000_000  # the priority of system-cluster-critical; no user class reaches it
 
@@ -258,6 +259,10 @@ def _requests(spec: _Spec) -> tuple[tuple[str, int], ...] | None:
     """
     if spec.resources is not None:
         return None  # amounts of the whole pod replace those of its containers
+    containers = (*(spec.init_containers or ()), *(spec.containers or ()))
+    parts = [each.resources for each in containers if each.resources is not None]
+    if sum(len(part.limits or ()) + len(part.requests or ()) for part in parts) > _MAX_AMOUNTS:
+        return None  # to read each would take a good part of a second
     running: dict[str, int] = {}
     most: dict[str, int] = {}
     try:

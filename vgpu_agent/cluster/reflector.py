@@ -146,6 +146,7 @@ class Reflector(Generic[T]):
         expected: Collection[int] = (),
         trim: Callable[[list[T]], list[T]] | None = None,
         from_cache: bool = True,
+        burst_seconds: float = _BURST_SECONDS,
     ) -> None:
         """Build it.
 
@@ -161,8 +162,10 @@ class Reflector(Generic[T]):
             trim: returns those of the objects read so far that the sink would keep. So a long list
                 is never held whole.
             from_cache: the first list may come from the API server's cache, which may be behind.
+            burst_seconds: the least time for each `_BURST` lines of a watch. 0 where being behind
+                is worse than being busy; other tasks still run in between.
         """
-        self._from_cache = from_cache
+        self._from_cache, self._burst_seconds = from_cache, burst_seconds
         self._trim = trim
         self.status = WatchStatus(scope.what)
         self.synced = asyncio.Event()
@@ -305,7 +308,7 @@ class Reflector(Generic[T]):
                 if taken == _BURST:
                     now = asyncio.get_running_loop().time()
                     # Also when there is nothing to wait for, so that other loops can run.
-                    await asyncio.sleep(max(0.0, since + _BURST_SECONDS - now))
+                    await asyncio.sleep(max(0.0, since + self._burst_seconds - now))
                     taken, since = 0, asyncio.get_running_loop().time()
         self._well()
 

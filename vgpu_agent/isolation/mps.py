@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.isolation.edits import Edits, Mount
 
 if TYPE_CHECKING:
@@ -228,7 +229,13 @@ def thread_share(replicas: int, count: int = 1) -> int:
 
 def replicas_of(resource: Resource) -> dict[str, int]:
     """Return the number of ids of each device, in the order of the ids."""
-    return dict(collections.Counter(entry.device for entry in resource.ids))
+    counted = collections.Counter[str]()
+    if isinstance(resource.ids, NumberedIds):  # there may be millions
+        for block in resource.ids.blocks:
+            counted[block.device] += block.count
+    else:
+        counted.update(entry.device for entry in resource.ids)
+    return dict(counted)
 
 
 def why_not_by_mps(resource: Resource, inventory: Inventory) -> str:

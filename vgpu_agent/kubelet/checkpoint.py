@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import concurrent.futures
 import contextlib
 import errno
@@ -70,7 +69,7 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
         """
         try:
             return base64.b64decode(self.alloc_resp or "", validate=True)
-        except binascii.Error as err:
+        except ValueError as err:  # binascii.Error, or of a text that is not ASCII
             raise CheckpointError(
                 f"the stored answer for container {self.container_name} of pod {self.pod_uid} is "
                 f"not base64: {err}"

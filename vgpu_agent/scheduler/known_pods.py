@@ -51,6 +51,10 @@ class KnownPods:
         before = self._pods.get(pod.uid)
         if before is not None and before.facts.group != facts.group:
             self.forget(pod.uid)
+        if not pod.node:
+            # Labels matter to the budgets that protect a bound pod. Those of thousands of pods that
+            # wait could fill the memory.
+            facts = msgspec.structs.replace(facts, labels=())
         self._pods[pod.uid] = KnownPod(pod.node, facts)
         if facts.group:
             self._groups.setdefault(facts.group, {})[pod.uid] = None

@@ -249,6 +249,7 @@ class Service:
                 key=lambda node: node.name, see=extender.see_node, forget=extender.forget_node
             ),
             journal=self._journal,
+            burst_seconds=0,
         )
         # A pod that has ended leaves this selection, which the watch reports as its deletion.
         self._pods = Reflector(
@@ -261,8 +262,9 @@ class Service:
             read_pod,
             _Objects(key=lambda pod: pod.uid, see=extender.see_pod, forget=extender.forget_pod),
             journal=self._journal,
-            # a list that is behind would show cards as free that are not
+            # A list or watch that is behind shows cards as free that are not.
             from_cache=False,
+            burst_seconds=0,
         )
         self._endpoints = OperatorEndpoints(  # `/explain` and `/capacity`
             extender=extender,

@@ -203,6 +203,16 @@ def test_g16_one_replica_is_a_whole_gpu(inventory: Inventory) -> None:
     assert resource.sharing is SharingMode.NONE
 
 
+def test_billions_of_replicas_by_mps_are_withheld_at_once(inventory: Inventory) -> None:
+    """Somebody has written the memory in bytes. To look at each id would take hours, in which the
+    node serves nobody.
+    """
+    options = shared_by(2**31 - 1, sharing=SharingMode.MPS)
+    assert offered(options, inventory) == {}
+    (problem,) = refused(options, inventory)
+    assert problem.startswith(f"{GPU}: ")
+
+
 # -- MIG -------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from typing import Literal
 import pytest
 
 from tests.settings import settings as settings_of
+from vgpu_agent.device_ids import IdBlock, NumberedIds
+from vgpu_agent.errors import OfferError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.ids import IKTOS_SEPARATOR, NVIDIA_SEPARATOR
 from vgpu_agent.families.nvidia.options import AUTOMATIC, NvidiaOptions, Pattern, SharedEntry
@@ -21,7 +23,8 @@ from vgpu_agent.families.nvidia.settings import (
     Sharing,
     TimeSlicing,
 )
-from vgpu_agent.model import SharingMode
+from vgpu_agent.kubelet.codec import check_budget
+from vgpu_agent.model import Resource, SharingMode
 
 GPU, MIG = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb"
 LISTS = ListOptions(id_strategy="index")
@@ -37,6 +40,19 @@ def test_nothing_set_is_whole_gpus() -> None:
     assert options_of().shared == ()
     assert options_of().mig_strategy == "none"
     assert options_of().lists is LISTS
+
+
+def test_a_number_of_replicas_without_end_is_one_that_can_be_counted() -> None:
+    """The resource is withheld with the number that would fit, and nothing else stops."""
+    sharing = Sharing(time_slicing=TimeSlicing(resources=(SharedResource(GPU, 5 * 10**18),)))
+    (entry,) = options_of(sharing=sharing).shared
+    resource = Resource(
+        GPU,
+        "nvidia",
+        NumberedIds(tuple(IdBlock(f"{uuid}::", entry.replicas, uuid) for uuid in ("a", "b"))),
+    )
+    with pytest.raises(OfferError, match=r"replicas: at most [0-9]+ for each of the 2 devices"):
+        check_budget(resource)
 
 
 def test_time_slicing_comes_as_it_is_written() -> None:

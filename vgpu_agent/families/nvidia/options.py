@@ -28,6 +28,8 @@ DOMAIN = "nvidia.com/"
 GPU_RESOURCE = "nvidia.com/gpu"
 SHARED_SUFFIX = ".shared"
 ALL = "all"
+# No list for the kubelet can be as long. For as many, Python can still tell how long it would be.
+_MAX_REPLICAS = 2**31 - 1
 AUTOMATIC = -1  # as many replicas as the device has units of memory
 
 
@@ -150,7 +152,7 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
             shared=tuple(
                 SharedEntry(
                     entry.name,
-                    entry.replicas,
+                    min(entry.replicas, _MAX_REPLICAS),
                     published=entry.rename or entry.name + SHARED_SUFFIX * block.rename_by_default,
                     devices=entry.devices,
                 )

@@ -12,6 +12,7 @@ rest.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -72,12 +73,24 @@ def parse_claims(text: str) -> Claims:
     Raises:
         ClaimsTextError: an entry has another form; the message shows it.
     """
+    found = _parsed(text)
+    if isinstance(found, str):
+        raise ClaimsTextError(found)
+    return found
+
+
+@functools.lru_cache(maxsize=16)  # it is asked for each container of a pod
+def _parsed(text: str) -> Claims | str:
+    """Return the claims, or what is wrong with the text."""
     if text.count(",") + text.count(";") > _MAX_ENTRIES:
-        raise ClaimsTextError(f"more than {_MAX_ENTRIES} entries")
+        return f"more than {_MAX_ENTRIES} entries"
     segments = [segment for segment in text.replace(" ", "").split(";") if segment]
     if not segments:
-        raise ClaimsTextError("it names no container, expected <container>[<claim>,…]")
-    return tuple(map(_container, segments))
+        return "it names no container, expected <container>[<claim>,…]"
+    try:
+        return tuple(map(_container, segments))
+    except ClaimsTextError as err:
+        return str(err)
 
 
 def write_claims(claims: Iterable[ContainerClaim]) -> str:

@@ -9,6 +9,7 @@ this module checks only its form. `decisions` checks the rest.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -67,9 +68,21 @@ def parse_pod_devices(text: str) -> tuple[Segment, ...]:
     Raises:
         DevicesTextError: an entry has another form; the message shows it.
     """
+    found = _parsed(text)
+    if isinstance(found, str):
+        raise DevicesTextError(found)
+    return found
+
+
+@functools.lru_cache(maxsize=16)  # it is asked for each container of a pod
+def _parsed(text: str) -> tuple[Segment, ...] | str:
+    """Return the segments, or what is wrong with the text."""
     if text.count(_DEVICE_END) + text.count(SEGMENT_END) > _MAX_DEVICES:
-        raise DevicesTextError(f"more than {_MAX_DEVICES} entries")
-    return tuple(_segment(segment) for segment in text.split(SEGMENT_END))
+        return f"more than {_MAX_DEVICES} entries"
+    try:
+        return tuple(_segment(segment) for segment in text.split(SEGMENT_END))
+    except DevicesTextError as err:
+        return str(err)
 
 
 def write_segment(assigned: Iterable[Assigned]) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 _MAX_ENTRIES = 64  # of a list in an annotation; each is compared with each card of each Node
-# Containers that ask for cards, init containers included; for each, cards are searched on each Node.
+# Containers that ask for cards, init containers too. Cards are searched for each, on each Node.
 _MAX_CONTAINERS = 16
 
 
