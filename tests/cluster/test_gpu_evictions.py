@@ -7,13 +7,21 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cluster.fake_api import pod, pod_at, pod_of, running
 from tests.cluster.gpu_world import U0, XID, World, gpu, grant, ignore
 from vgpu_agent.cluster.gpu_evictions import GpuEvictions, desired_labels
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.pods import GPU_HEALTH_LABEL, MIRROR_POD, DesiredPod
+from vgpu_agent.model import Owner
+from vgpu_agent.pods import (
+    GPU_HEALTH_LABEL,
+    MIRROR_POD,
+    ContainerKind,
+    DesiredPod,
+    PodContainer,
+)
 
 pytestmark = pytest.mark.looptime
 
@@ -172,3 +180,26 @@ async def test_a_label_on_a_pod_without_a_gpu_costs_no_write() -> None:
     world.api.put(pod_at("a"), labelled)
     world.pods.put(pod_of(world.api.objects[pod_at("a")]))
     assert labels_of(world) == {}
+
+
+async def test_a_pod_stays_whose_completed_init_container_had_the_dead_gpu() -> None:
+    """It keeps the ids that no main container took over, and nothing of the pod uses them. While it
+    runs, the pod is evicted as any other.
+    """
+    world = Evicting()
+    await asyncio.sleep(1)  # the watch has shown the pods
+    for name, completed in (("a", True), ("b", False)):
+        warm = PodContainer("warm", ContainerKind.INIT, running=not completed, completed=completed)
+        found = pod_of(world.api.objects[pod_at(name)])
+        world.pods.put(msgspec.structs.replace(found, containers=(warm, PodContainer("main"))))
+    world.grants = [
+        msgspec.structs.replace(
+            grant(number, name, uuid), owner=Owner("warm", f"uid-{name}", "default", name)
+        )
+        for number, name, uuid in ((1, "a", U0), (2, "b", "GPU-1"))
+    ]
+    async with world.run():
+        world.fail(U0)
+        world.fail("GPU-1")
+        await asyncio.sleep(400)
+    assert world.evicted == [pod_at("b") + "/eviction"]

@@ -13,11 +13,12 @@ import pytest
 from tests.cluster.fake_api import NODE, WatchedNode, node, running
 from tests.cluster.gpu_world import U0, U1, XID, World, gpu, ignore
 from vgpu_agent.cluster import gpu_status
-from vgpu_agent.cluster.gpu_status import CONDITION, TAINT, condition
+from vgpu_agent.cluster.gpu_status import CONDITION, TAINT, Outage, condition
 from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.node_status import NodeStatus
-from vgpu_agent.model import Inventory
+from vgpu_agent.model import Health, Inventory
+from vgpu_agent.nodes import DesiredNode, Node
 from vgpu_agent.status import NvmlState
 
 pytestmark = pytest.mark.looptime
@@ -28,17 +29,23 @@ class Published:
 
     def __init__(self, world: World, settings: NodeStatus) -> None:
         self.world, self.settings, self.wake = world, settings, Revision()
-        self.watched = WatchedNode(world.api)
+        self.watched, self._outage = WatchedNode(world.api), Outage()
         self.publisher = NodePublisher(
             world.api,
             "n1",
             self.watched.latest,
-            lambda node, now: gpu_status.desired_node(world.facts, self.settings, node, now),
+            lambda node, _: self._desired(node),
             self.wake,
             world.journal,
             world.now,
         )
         world.api.put(NODE, node())
+
+    def _desired(self, node: Node) -> DesiredNode:
+        seconds = self._outage.seconds(
+            self.world.inventory.value, asyncio.get_running_loop().time()
+        )
+        return gpu_status.desired_node(self.world.facts, self.settings, node, seconds)
 
     def run(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Run the publisher."""
@@ -175,6 +182,21 @@ async def test_a_node_whose_gpus_have_all_failed_is_tainted_until_one_is_back() 
         await asyncio.sleep(20)
         assert published.taints == [THEIRS]
     assert published.patches == 2
+
+
+def test_a_step_of_the_wall_clock_taints_no_node() -> None:
+    """With NoExecute, all pods of the node would end because its GPUs were away for a moment, as
+    while the driver is reloaded at the boot. A GPU that fails anew begins anew.
+    """
+    outage, away = Outage(), Health(ok=False, since=1000.0)
+    inventory = Inventory(1, (msgspec.structs.replace(gpu(0, U0), health=away),))
+    assert outage.seconds(inventory, 5.0) == 0
+    assert outage.seconds(inventory, 65.0) == 60
+    later = msgspec.structs.replace(away, since=5000.0)
+    again = Inventory(2, (msgspec.structs.replace(gpu(0, U0), health=later),))
+    assert outage.seconds(again, 66.0) == 0
+    assert outage.seconds(Inventory(3, (gpu(0, U0),)), 67.0) is None
+    assert outage.seconds(Inventory(4, ()), 68.0) is None
 
 
 async def test_a_taint_that_another_client_sets_at_the_same_moment_is_kept() -> None:

@@ -121,6 +121,7 @@ class ClusterAccess:
         self.events: Events | None = None
         self.failed_pods: FailedPods | None = None
         self.client: ApiClient | None = None
+        self._outage = gpu_status.Outage()
         self._leaving_at = 0.0  # unix seconds; 0 until `withdraw`
         self._tasks: list[str] = []
         self._settings = settings
@@ -502,8 +503,9 @@ class ClusterAccess:
         desired_state = allocator.desired_node(node, now)
         if gpus is None:
             return desired_state
+        outage = self._outage.seconds(gpus.inventory.value, asyncio.get_running_loop().time())
         return desired_state.joined(
-            gpu_status.desired_node(gpus, self._settings.node_status, node, now)
+            gpu_status.desired_node(gpus, self._settings.node_status, node, outage)
         ).joined(labels.desired_node(node))
 
     def _rescued(self, family_names: Mapping[str, str]) -> frozenset[str]:

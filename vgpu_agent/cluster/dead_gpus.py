@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent.pods import ContainerKind
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
@@ -105,7 +107,7 @@ def pods_on(
 ) -> dict[str, tuple[Pod, dict[str, DeadDevice]]]:
     """Return the pods that hold a dead device, by the API server's UID (the kubelet has another
     one for a static pod): the pod, and its dead devices by UUID. Pods that the watch does not show
-    are left out.
+    are left out, and devices that only a completed init container had.
     """
     found: dict[str, tuple[Pod, dict[str, DeadDevice]]] = {}
     if not dead:
@@ -113,6 +115,8 @@ def pods_on(
     for grant in grants:
         held = {share.device: dead[share.device] for share in grant.shares if share.device in dead}
         if not held or (pod := pod_of(grant, pods)) is None or pod.ended:
+            continue
+        if _is_over(grant, pod):
             continue
         found.setdefault(pod.uid, (pod, {}))[1].update(held)
     return found
@@ -127,6 +131,15 @@ def pod_of(grant: Grant, pods: PodCache) -> Pod | None:
         return pods.get(owner.pod_uid)
     # Only pod-resources has named the container, and it knows no UIDs.
     return pods.named(owner.namespace, owner.pod) if owner.pod else None
+
+
+def _is_over(grant: Grant, pod: Pod) -> bool:
+    """Tell whether the grant is of an init container that has done its work. It keeps the ids that
+    no later container took over, and nothing of the pod uses their devices.
+    """
+    owner = grant.owner
+    container = pod.container(owner.container) if owner is not None else None
+    return container is not None and container.kind is ContainerKind.INIT and container.completed
 
 
 def gpu_name(gpu: Gpu) -> str:

@@ -7,7 +7,7 @@ large cluster would cost a write every few minutes.
 
 The taint has a key of the agent's own, so one that stands there is always the agent's.
 
-Pure functions; `node_publisher` compares their result with the Node and writes the difference.
+`node_publisher` compares the result with the Node and writes the difference.
 """
 
 from __future__ import annotations
@@ -44,16 +44,53 @@ _REASONS = frozenset({_HEALTHY, _LOST, _UNHEALTHY, _NOT_ANSWERING, _HUNG, _MISSI
 _NAMED = 4
 
 
-def desired_node(facts: GpuFacts, settings: NodeStatus, node: Node, now: float) -> DesiredNode:
-    """Return the desired state of our Node at ``now``, in unix seconds.
+class Outage:
+    """The time for which no GPU has been usable.
 
-    ``facts`` has the GPUs and the state of the driver; ``node`` is the Node as the watch shows it.
+    State: since when, by a clock that nobody sets: a step of the wall clock, as at the boot of a
+    node, must not end all of its pods.
+    """
+
+    def __init__(self) -> None:
+        # the last change of a GPU's health, by the wall clock, and the loop's time when it was seen
+        self._since: tuple[float, float] | None = None
+
+    def seconds(self, inventory: Inventory, now: float) -> float | None:
+        """Return the seconds for which no GPU has been usable; None if one is, or none is known:
+        after a restart the driver does not list lost GPUs, and on a node without GPUs it never did.
+
+        ``now`` is the event loop's time. Call it soon after each change of the inventory.
+        """
+        if not inventory.gpus or is_usable(inventory):
+            self._since = None
+            return None
+        changed = max(gpu.health.since for gpu in inventory.gpus)
+        if self._since is None or self._since[0] != changed:
+            self._since = changed, now
+        return now - self._since[1]
+
+
+def is_usable(inventory: Inventory) -> bool:
+    """Tell whether a GPU can be used."""
+    return any(gpu.present and gpu.health.ok for gpu in inventory.gpus)
+
+
+def desired_node(
+    facts: GpuFacts, settings: NodeStatus, node: Node, outage_seconds: float | None
+) -> DesiredNode:
+    """Return the desired state of our Node.
+
+    Args:
+        facts: the GPUs and the state of the driver.
+        settings: what is written.
+        node: the Node as the watch shows it.
+        outage_seconds: how long no GPU has been usable (`Outage.seconds`).
     """
     desired_state = cleanup(node)
     if settings.condition:
         desired_state = desired_state.joined(DesiredNode(conditions={CONDITION: condition(facts)}))
     if settings.taint != "none":  # otherwise the effect of the taint
-        taints = _taints(facts.inventory.value, settings.taint, now)
+        taints = _taints(facts.inventory.value, settings.taint, outage_seconds)
         desired_state = msgspec.structs.replace(desired_state, taints=taints)
     return desired_state
 
@@ -70,16 +107,18 @@ def cleanup(node: Node) -> DesiredNode:
     )
 
 
-def _taints(inventory: Inventory, effect: str, now: float) -> dict[str, str | None]:
+def _taints(
+    inventory: Inventory, effect: str, outage_seconds: float | None
+) -> dict[str, str | None]:
     """Return the taint with its effect, or with None, which removes it, as soon as a GPU is usable;
     an empty mapping leaves the Node as it is: the GPUs have been unusable for a moment only, or
-    none is known. After a restart the driver does not list lost GPUs, and on a node without GPUs it
-    never did.
+    none is known.
     """
-    if any(gpu.present and gpu.health.ok for gpu in inventory.gpus):
+    if is_usable(inventory):
         return {TAINT: None}
-    since = max((gpu.health.since for gpu in inventory.gpus), default=now)
-    return {TAINT: effect} if now - since >= TAINT_AFTER_SECONDS else {}
+    if outage_seconds is None or outage_seconds < TAINT_AFTER_SECONDS:
+        return {}
+    return {TAINT: effect}
 
 
 def condition(facts: GpuFacts) -> tuple[str, str, str]:
