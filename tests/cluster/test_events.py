@@ -242,6 +242,27 @@ async def test_an_event_that_is_refused_does_not_keep_the_next_one_away() -> Non
     assert "the verb 'create' on 'events'" in facts["error"]
 
 
+async def test_a_namespace_that_takes_no_events_holds_up_no_other() -> None:
+    """Its rate limit may be used up by its owner, or a webhook fails for it alone. Its events come
+    when it takes some again.
+    """
+    world = World()
+    world.api.fault = lambda verb, path, body: (
+        ClusterError(f"{verb} {path}: too many requests", status=429) if path == TEAM else None
+    )
+    async with running(world.events.run(_ignore)):
+        for number in range(3):
+            world.events.raise_event(POD, REFUSED, f"no room {number}")
+        await asyncio.sleep(60)
+        world.events.raise_event(Node("n1", "node-uid"), "GpuLost", "GPU 0 is lost")
+        await asyncio.sleep(60)
+        assert [event["reason"] for event in world.api.below(DEFAULT)] == ["GpuLost"]
+        assert world.messages == []
+        world.api.fault = None
+        await asyncio.sleep(60)
+    assert world.messages == ["no room 0", "no room 1", "no room 2"]
+
+
 async def test_names_and_messages_fit_whatever_they_are_made_of() -> None:
     """A pod's name may be 253 characters long, and a message may be cut only between characters."""
     world = World()

@@ -104,6 +104,8 @@ class Events:
         self._events: dict[tuple[str, str, str], _Event] = {}
         self._queue: collections.deque[_Event] = collections.deque()
         self._backoff = Backoff()
+        # namespace → failures in a row that may end by themselves
+        self._failures: collections.Counter[str] = collections.Counter()
         self._raised = Revision()  # advances with each event that is put into the queue
         self.counts = WriterStatus("events")
 
@@ -153,7 +155,9 @@ class Events:
                 await versions.passed(timeout_seconds=min(pause, self._heartbeat_seconds))
 
     async def write_once(self) -> float:
-        """Write the first event in the queue that is due, if there is one.
+        """Write one event of the queue that is due, if there is one: the first of the namespaces
+        with the fewest failures in a row. So a namespace for which the API server accepts no
+        events, or only a few, does not hold up those of others.
 
         Returns:
             the seconds until the next call is useful; 0 after a write.
@@ -164,7 +168,11 @@ class Events:
         self._update_counts()
         if self._backoff.seconds_left:
             return max(_SHORTEST_WAIT_SECONDS, self._backoff.seconds_left)
-        due = next((event for event in self._queue if self._due_at(event) <= now), None)
+        due = min(
+            (event for event in self._queue if self._due_at(event) <= now),
+            key=lambda event: self._failures[event.namespace],
+            default=None,
+        )
         if due is None:
             return max(
                 _SHORTEST_WAIT_SECONDS,
@@ -214,11 +222,16 @@ class Events:
             )
             self._drop(event)
         else:
+            waiting = {each.namespace for each in self._queue}
+            for namespace in self._failures.keys() - waiting:
+                del self._failures[namespace]
+            self._failures[event.namespace] += 1
             self._backoff.failed(err)
             self._failure_log.failed("event", err, permission)
 
     def _note_written(self, event: _Event, count: int) -> None:
         self._backoff.succeeded()
+        self._failures.pop(event.namespace, None)
         self._failure_log.recovered("event")
         self.counts.written += 1
         event.written_count = count
