@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import re
 import socket
 import time
@@ -140,6 +141,31 @@ async def test_the_metrics_of_an_extender_show_that_it_leads_only_if_it_is_known
         http.get("/metrics") as answer,
     ):
         assert f"vgpu_scheduler_leader {0 if beside else 1}.0\n" in await answer.text()
+
+
+async def test_silent_connections_to_the_probes_shut_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any pod that reaches the port can open them. They must not take all of the process's file
+    descriptors, with which kube-scheduler is answered.
+    """
+    constants.use(monkeypatch, QUICK)
+    port = _free_port()
+    async with (
+        ApiServer() as server,
+        _serving(server.url, port) as service,
+        aiohttp.ClientSession() as http,
+    ):
+        before = len(os.listdir("/proc/self/fd"))
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+        await eventually(lambda: any(reader.at_eof() for reader, _ in silent))
+        for where in (f"127.0.0.1:{port}/healthz", f"{service.address}/readyz"):
+            async with http.get(f"http://{where}") as answer:
+                assert answer.status == 200
+        # 200 of them are this test's own
+        assert len(os.listdir("/proc/self/fd")) - before < 200 + 80
+        for _, writer in silent:
+            writer.transport.abort()
 
 
 async def test_a_port_for_probes_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import contextlib
 import json
 import signal
 import time
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -45,7 +45,9 @@ from vgpu_agent.scheduler.metrics import Metrics
 from vgpu_agent.scheduler.pod_events import PodEvents
 from vgpu_agent.scheduler.preemption import Preemption
 from vgpu_agent.scheduler.web import OperatorEndpoints
+from vgpu_agent.web.address import Address, bind
 from vgpu_agent.web.certificate import Certificate
+from vgpu_agent.web.connections import Connections, bounded_by_descriptors
 
 if TYPE_CHECKING:
     import ssl
@@ -62,6 +64,8 @@ _PROMISE_CHECK_SECONDS = 1.0  # the pause between two checks of promises, and of
 _BACKOFF_MIN_SECONDS, _BACKOFF_MAX_SECONDS = 1.0, 30.0
 _STUCK_SECONDS = 30.0  # a loop without a sign of life for so long is reported as stuck
 _STOP_SECONDS = 5.0
+# the kubelet's probes, and a few scrapers
+_MAX_PROBE_CONNECTIONS = 64
 _MAX_EVENTS = 2048  # in the queue; a job of many pods raises one for each pod within seconds
 _LEADER, _FOLLOWER = "leader", "follower"
 # How often kube-scheduler's own Lease is read; its holder seldom changes.
@@ -283,6 +287,7 @@ class Service:
         self._supervisor: Supervisor | None = None
         self.address = ""
         self.probe_port = 0
+        self._probe_connections: Connections | None = None
 
     def stop(self) -> None:
         """Make `run` return."""
@@ -343,6 +348,8 @@ class Service:
             if self._leadership is not None:
                 await self._leadership.give_back()
         finally:
+            if self._probe_connections is not None:
+                self._probe_connections.stop()
             await runner.cleanup()
             await probes.cleanup()
             await self._client.close()
@@ -469,16 +476,31 @@ class Service:
 
     async def _listen(self, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
         host, port = self._options.host, self._options.port
-        found = await _serve(runner, host=host, port=port, tls=tls, flag="--server-bind-port")
-        self.address = f"{host}:{found}"
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as err:
+            raise ListenError(
+                f"cannot listen on {host}:{port}: {err.strerror or err}; choose another "
+                "--server-bind-port, or stop the program that has this one"
+            ) from err
+        self.address = f"{host}:{runner.addresses[0][1]}"
         _logger.info("scheduler.listening", address=self.address, version=__version__)
 
     async def _listen_for_probes(self, runner: web.AppRunner) -> None:
         if (port := self._options.probe_port) is None:
             return
-        self.probe_port = await _serve(
-            runner, host=None, port=port, tls=None, flag="--probe-bind-port"
+        await runner.setup()
+        listener = await bind(Address("", port), flag="--probe-bind-port")
+        # Any pod that reaches this pod can open connections and be silent. Without a limit, they
+        # would take all file descriptors, and kube-scheduler would get no answer either.
+        self._probe_connections = Connections(
+            listener,
+            cast("web.Server", runner.server),
+            max_connections=bounded_by_descriptors(_MAX_PROBE_CONNECTIONS),
         )
+        self._probe_connections.start()
+        self.probe_port = int(listener.getsockname()[1])
         _logger.info("scheduler.probes_listening", port=self.probe_port)
 
     # -- HTTP --------------------------------------------------------------------------------------
@@ -578,27 +600,6 @@ class Service:
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json(json.dumps({"version": __version__}).encode())
-
-
-async def _serve(
-    runner: web.AppRunner, *, host: str | None, port: int, tls: ssl.SSLContext | None, flag: str
-) -> int:
-    """Listen, on all addresses without a host, and return the port. ``flag`` is the option that
-    sets it, for the error.
-
-    Raises:
-        ListenError: the port cannot be listened on.
-    """
-    await runner.setup()
-    site = web.TCPSite(runner, host, port, ssl_context=tls)
-    try:
-        await site.start()
-    except OSError as err:
-        raise ListenError(
-            f"cannot listen on {host or ''}:{port}: {err.strerror or err}; choose another "
-            f"{flag}, or stop the program that has this one"
-        ) from err
-    return int(runner.addresses[0][1])
 
 
 def _not_leading() -> web.Response:
