@@ -11,6 +11,7 @@ pod again.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
     from vgpu_agent.scheduler.messages import PreemptionArguments, Proposal
     from vgpu_agent.scheduler.pod_events import PodEvents
 
-# After so many Nodes, other tasks of the event loop run; each Node takes less than a millisecond.
-_NODES_AT_ONCE = 16
+# After that time, other tasks of the event loop run. Most Nodes take less than a millisecond; for a
+# pod with many containers, one may take a tenth of a second.
+_BLOCKING_SECONDS = 0.01
 
 # Why a pod must not be preempted, besides the reasons in `SchedulingFacts.protected`: it is
 # critical, static, or of a DaemonSet. `_NOT_BOUND`: it has cards in the book, but is not known to
@@ -153,7 +155,8 @@ class Preemption:
             gangs=set(),
         )
         found: dict[str, MetaVictims] = {}
-        for number, (name, proposal) in enumerate(proposals.items(), start=1):
+        since = time.perf_counter()
+        for name, proposal in proposals.items():
             victims = self._on_node(name, proposal, preemptor)
             if victims is not None and not victims.pods:
                 # A card has become free since the pod was filtered, so no preemption is needed.
@@ -161,8 +164,9 @@ class Preemption:
                 return {}
             if victims is not None:
                 found[name] = victims
-            if number % _NODES_AT_ONCE == 0:
+            if time.perf_counter() - since > _BLOCKING_SECONDS:
                 await asyncio.sleep(0)
+                since = time.perf_counter()
         self._report(pod, len(proposals), len(found), sorted(preemptor.gangs))
         return found
 

@@ -399,3 +399,18 @@ def test_a_pod_that_names_many_cards_is_compared_with_each_kind_of_node_once(
     assert set(choice.reasons) == {f"n{node}" for node in range(50)} - {"n7", "n8"}
     assert set(choice.reasons.values()) == {Reason.DeviceUUIDMismatch}
     assert len(places) <= 4  # those without a named card, those with the one or the other, and n7
+
+
+def test_a_survey_compares_a_demand_with_a_few_states_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tenant's pod with many containers would keep the extender from all other pods for seconds.
+    What was compared is known to the next survey.
+    """
+    monkeypatch.setattr("vgpu_agent.placement.nodes.book._MAX_SURVEYED", 4)
+    book, twice = book_of(5), demand(container(cores=95), container(cores=95))
+    for node in range(5):  # five states, and no Node has room for both containers
+        book.hold(f"uid-{node}", held(node, (0, 10, node + 1)))
+    surveys = [book.survey(twice, []) for _ in range(3)]
+    assert [each.may_fit for each in surveys] == [True, True, False]
+    assert surveys[2].reasons == surveys[0].reasons != ()
