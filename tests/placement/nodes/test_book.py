@@ -414,3 +414,17 @@ def test_a_survey_compares_a_demand_with_a_few_states_at_a_time(
     surveys = [book.survey(twice, []) for _ in range(3)]
     assert [each.may_fit for each in surveys] == [True, True, False]
     assert surveys[2].reasons == surveys[0].reasons != ()
+
+
+def test_verdicts_about_states_that_are_gone_do_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each pod that comes or goes makes a new state of its Node. An extender that runs for weeks
+    would keep thousands for each size of pod, although there are few Nodes.
+    """
+    monkeypatch.setattr("vgpu_agent.placement.nodes.book._LEAST_OF_A_DEMAND", 4)
+    book = book_of(3)
+    for memory in range(1, 100):
+        book.hold("uid", held(0, (0, 1, memory)))
+        assert book.choose(SMALL, ["n0", "n1", "n2"]).node
+        assert len(book._verdicts[SMALL]) <= 6 + 3

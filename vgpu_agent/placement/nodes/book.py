@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # and how many in all. Pods of many sizes come in turn, and a new demand has to be compared with
 # each state.
 _MAX_DEMANDS, _MAX_OF_A_DEMAND, _MAX_VERDICTS = 128, 8192, 262_144
+_LEAST_OF_A_DEMAND = 1024  # so many are kept in a small cluster, too
 # States with which one survey newly compares a demand, times the number of its containers. Without
 # links a state takes 50 µs for each container, with them up to 0.2 ms.
 _MAX_SURVEYED = 4000
@@ -574,7 +575,8 @@ class Book:
             return {}
         table = self._verdicts.setdefault(demand, {})
         self._verdicts.move_to_end(demand)
-        if len(table) > _MAX_OF_A_DEMAND:
+        # Most of so many are of states that no Node has any more.
+        if len(table) > min(_MAX_OF_A_DEMAND, max(_LEAST_OF_A_DEMAND, 2 * len(self._nodes))):
             self._kept_verdicts -= len(table)
             table.clear()
         # the last one is that of this demand, to which the caller adds
