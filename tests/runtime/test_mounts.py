@@ -101,7 +101,26 @@ def test_each_mount_namespace_is_read_once(
     """A node has thousands of processes and some hundred namespaces."""
     monkeypatch.setattr(os, "readlink", lambda path: "mnt:[1]")
     proc.someone_else(pid="4712")
-    assert len(list(tables._tables())) == 1
+    seen: set[str] = set()
+    for namespace, _ in tables._tables(seen):
+        assert namespace not in seen
+        seen.add(namespace)
+    assert seen == {"mnt:[1]"}
+
+
+def test_a_process_that_ends_meanwhile_hides_no_other_one_of_its_namespace(
+    proc: HostProc, tables: MountTables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a probe's command in a container. A directory that counts as free is removed."""
+    monkeypatch.setattr(os, "readlink", lambda path: f"mnt:[{path.split('/')[-3] == '4711'}]")
+    for pid in ("4712", "4713"):
+        proc.someone_else((str(tmp_path), "/vgpu"), pid=pid)
+    for ended in ("4712", "4713"):  # whichever the kernel lists first
+        table = proc.root / ended / "mountinfo"
+        text = table.read_text()
+        table.unlink()
+        assert tables.mounted_below(str(tmp_path)) is Use.MOUNTED
+        table.write_text(text)
 
 
 def test_the_real_proc_is_understood(tmp_path: Path) -> None:

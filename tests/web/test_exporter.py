@@ -195,6 +195,26 @@ async def test_made_up_tokens_do_not_flood_the_api_server(status: AgentStatus) -
     assert len(book.asked) < 60
 
 
+async def test_who_is_known_does_not_wait_for_an_answer_about_others(status: AgentStatus) -> None:
+    """While the API server is slow, a neighbour's made-up tokens would cost a scraper its data."""
+    answered = asyncio.Event()
+
+    async def slow(token: str, path: str) -> bool:
+        if token != "good":
+            await answered.wait()
+        return token == "good"
+
+    async with serving(status, AUTHORISED, slow) as address:
+        assert (await get(address, Authorization="Bearer good"))[0] == 200
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(get(address, Authorization="Bearer made-up"))
+            await asyncio.sleep(0.05)
+            assert (await get(address, Authorization="Bearer good"))[0] == 200
+            assert not waiting.done()
+            answered.set()
+        assert waiting.result()[0] == 403
+
+
 # -- TLS ------------------------------------------------------------------------------------------
 
 

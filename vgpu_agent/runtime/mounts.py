@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
@@ -71,19 +71,22 @@ class MountTables:
         mentioned = _escape(os.path.basename(real))
         others = 0  # tables of other mount namespaces
         own_digest = hashlib.blake2b(own).digest()
-        for table in self._tables():
+        seen: set[str] = set()
+        for namespace, table in self._tables(seen):
             read = _searched(table, mentioned, source)
             if read is True:
                 return Use.MOUNTED
+            if read is not None and namespace:
+                seen.add(namespace)
             # only a table that differs from ours proves that the agent sees other namespaces
             others += read not in {None, own_digest}
         return Use.FREE if others else Use.UNKNOWN
 
-    def _tables(self) -> Iterator[str]:
-        """Yield the path of one process's mount table for each mount namespace, as far as the
-        kernel lets us tell the namespaces apart.
+    def _tables(self, seen: Container[str]) -> Iterator[tuple[str, str]]:
+        """Yield mount namespaces with the path of a process's mount table, but none of those that
+        are in ``seen`` by then. A process may end before its table is read; then another one of its
+        namespace follows. The namespace is empty where the kernel does not let us tell it.
         """
-        seen: set[str] = set()
         try:
             names = [name for name in os.listdir(self._proc_root) if name.isdecimal()]
         except OSError:
@@ -94,10 +97,9 @@ class MountTables:
             except OSError:
                 # without CAP_SYS_PTRACE the link may be unreadable although the table is readable
                 namespace = ""
-            if namespace and namespace in seen:
+            if namespace in seen:
                 continue
-            seen.add(namespace)
-            yield f"{self._proc_root}/{name}/mountinfo"
+            yield namespace, f"{self._proc_root}/{name}/mountinfo"
 
 
 def _searched(path: str, mentioned: bytes, source: _Mount) -> bool | bytes | None:

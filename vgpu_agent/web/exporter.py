@@ -105,8 +105,11 @@ class Scrapes:
         if scheme.lower() != "bearer" or not token or len(token) > _LONGEST_TOKEN:
             return _refused(401, "send the token of a service account: Authorization: Bearer TOKEN")
         key = hashlib.sha256(token.encode()).digest()
-        async with self._asking:  # a second request with the same token finds the answer here
-            allowed = self._remembered(key)
+        # A known token does not wait for the API server's answer about unknown ones.
+        if (allowed := self._remembered(key)) is not None:
+            return None if allowed else _refused(403, f"this token may not get {SCRAPED}")
+        async with self._asking:
+            allowed = self._remembered(key)  # a request with the same token may have asked
             if allowed is None:
                 if not self._may_ask():
                     return _refused(429, "too many unknown tokens; try again in a few seconds")
