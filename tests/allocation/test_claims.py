@@ -11,15 +11,19 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from tests.allocation.binding_parts import NODE
+from tests.allocation.binding_parts import NODE, Place
 from tests.allocation.mixed_node import MixedNode
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.families.family import PodFamily
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions, SharedEntry
+from vgpu_agent.families.vgpu_manager.control import NoControl
+from vgpu_agent.families.vgpu_manager.family import VgpuManagerFamily
+from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.families.volcano_gpushare.family import (
     VolcanoGpushareFamily,
     VolcanoGpushareOptions,
@@ -503,3 +507,70 @@ async def test_an_early_answer_is_given_and_its_start_refused_while_an_older_cla
     assert [claim.pod for claim in node.ledger.claims] == [f"default/{second}"], (
         "booked in Allocate, a claim is over"
     )
+
+
+_NUMBER = "nvidia.com/vgpu-number"
+
+
+@pytest.mark.parametrize(
+    ("family", "resource", "limits", "annotations"),
+    [
+        (
+            VolcanoVgpuFamily(VolcanoVgpuOptions(factor=2), NoIsolation()),
+            NUMBER,
+            {NUMBER: 1, "volcano.sh/vgpu-memory": 15000},
+            vgpu_on(U0, units=15000),
+        ),
+        (
+            VgpuManagerFamily(VgpuManagerOptions(), NoControl()),
+            _NUMBER,
+            {_NUMBER: 1, "nvidia.com/vgpu-memory": 30000},
+            {
+                "nvidia.com/predicate-node": NODE,
+                "nvidia.com/pre-allocated": f"main[0_{U0}_0_30000]",
+            },
+        ),
+        (
+            VolcanoGpushareFamily(VolcanoGpushareOptions(factor=1024)),
+            SHARE,
+            {SHARE: 30},
+            share_on(0),
+        ),
+    ],
+    ids=["volcano-vgpu", "vgpu-manager", "volcano-gpushare"],
+)
+async def test_the_agents_own_choice_leaves_a_gpu_to_the_pod_that_it_was_given_to(
+    family: PodFamily, resource: str, limits: dict[str, int], annotations: dict[str, str]
+) -> None:
+    """The image of a pod that a scheduler has bound to GPU 0 is still pulled. A pod of a plain
+    kube-scheduler, for which the agent chooses, goes to GPU 1. Otherwise the first one could not
+    start for as long as it runs.
+    """
+    place = Place(family=family, resource=resource)
+    found = place.ledger.resource(resource)
+    assert found is not None
+    ids, count = [entry.id for entry in found.ids], limits[resource]
+    given = Pod(
+        "uid-v",
+        "default",
+        "v",
+        NODE,
+        annotations=annotations,
+        containers=(PodContainer("main", limits=limits),),
+        scheduled=True,
+        scheduler="volcano" if family.name != "vgpu-manager" else "vgpu-scheduler",
+    )
+    free = msgspec.structs.replace(
+        given, uid="uid-q", name="q", annotations={}, scheduler="default-scheduler"
+    )
+    place.book.replace([given, free])
+    place.allocator.refresh_claims()
+    await place.admit(given, "main", ids[:count])
+    await place.admit(free, "main", ids[count : 2 * count])
+    await place.start(ids[count : 2 * count])
+    await place.start(ids[:count])
+    assert {
+        grant.owner.pod: [share.device for share in grant.shares]
+        for grant in place.ledger.grants
+        if grant.owner is not None
+    } == {"v": [U0], "q": [U1]}

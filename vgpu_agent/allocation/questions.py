@@ -72,6 +72,14 @@ def question(
         for share in grant.shares
     }
     uses = gpu_uses_of(ledger, offered.family, taken.values())
+    if uses == ALONE:
+        # The agent would find these GPUs empty, and the pods that schedulers have given them to
+        # could not start for as long as this one runs. On a node of several families they count
+        # like other GPUs of the family: a free GPU more would be one less for the others.
+        awaited = (claim for claim in ledger.claims if claim.named and claim.pod_uid != uid)
+        uses = GpuUses(
+            others=frozenset(claim.gpu for claim in awaited if claim.family == offered.family)
+        )
     return Question(
         resource=offered,
         pod=pod,

@@ -25,7 +25,9 @@ class GpuUses(msgspec.Struct, frozen=True):
     Attributes:
         shared: GPUs that another family may use as well.
         serving: GPUs of which the family has a share.
-        others: GPUs that serve another family, or that are claimed for a pod of one.
+        others: GPUs that serve another family, or that are claimed for a pod of one. Where the
+            family shares no GPU, those that a scheduler has given to another pod of the family,
+            which has not started yet.
     """
 
     shared: frozenset[str] = frozenset()
@@ -36,8 +38,8 @@ class GpuUses(msgspec.Struct, frozen=True):
         """Return the rank of a GPU by its UUID; the lowest is taken first.
 
         `OWN`: the GPU serves the family already, or is offered to no other family. `FREE`: no
-        family has the GPU, and other families could use it. `OTHERS`: another family has it or
-        waits for it.
+        family has the GPU, and other families could use it. `OTHERS`: another family has it, or
+        somebody else waits for it.
         """
         if gpu in self.others:
             return OTHERS
