@@ -34,7 +34,7 @@ STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
 # The kubelet admits 110 pods by default and hardly ever more than 500; each takes a few KiB here,
-# and a hostile one up to 200 KiB.
+# and a hostile one some hundred.
 MAX_PODS = 2000
 MAX_BYTES = 32 * 1024 * 1024
 # Of one pod: containers that are kept, and resources with the names of families, of all of them
@@ -108,8 +108,8 @@ class PodKeys(NamedTuple):
         annotations: keys, the most important of each family first. If a pod has more text than is
             kept, the values of the last keys are cut.
         labels: keys.
-        resource_prefixes: the beginnings of the names of resources, as they are where no setting
-            renames them; these resources are kept first where a pod has very many.
+        resource_prefixes: the beginnings of the names of families' resources. These are kept
+            whatever else a pod names, and a pod with too many of them is refused.
     """
 
     annotations: tuple[str, ...]
@@ -237,6 +237,7 @@ _POD_BYTES = 2048  # a pod without annotations and containers
 _CONTAINER_BYTES = 520
 _RESOURCE_BYTES = 500  # one limit of a container
 _VALUE_BYTES = 300  # one of `PodContainer.values`
+_VARIABLE_BYTES = 180  # one of `PodContainer.environment`
 
 
 class Pod(msgspec.Struct, frozen=True):
@@ -337,12 +338,14 @@ class Pod(msgspec.Struct, frozen=True):
         texts = sum(map(sys.getsizeof, (*self.annotations.values(), *self.labels.values())))
         resources = sum([len(one.limits) + len(one.unreadable_limits) for one in self.containers])
         values = sum([len(one.values) for one in self.containers])
+        variables = sum([len(one.environment) for one in self.containers])
         return (
             _POD_BYTES
             + texts
             + _CONTAINER_BYTES * len(self.containers)
             + _RESOURCE_BYTES * resources
             + _VALUE_BYTES * values
+            + _VARIABLE_BYTES * variables
         )
 
     @property

@@ -152,6 +152,21 @@ def test_no_other_container_hides_what_a_container_asks_for(init: list[dict[str,
     assert sum(len(one.limits) for one in pod.containers) < 200
 
 
+def test_a_renamed_resource_is_not_hidden_either() -> None:
+    """Volcano's ConfigMap may give its resources other names in its domain."""
+    noise = {"limits": {f"a.b/x{place}": "0" for place in range(200)}}
+    limits = {"volcano.sh/vgpu-number": "1", "volcano.sh/share-memory": "5"}
+    pod = decode.pod(
+        _pod(
+            {
+                "initContainers": [{"name": "noise", "resources": noise}],
+                "containers": [{"name": "main", "resources": {"limits": limits}}],
+            }
+        )
+    )
+    assert pod.containers[-1].limits == {"volcano.sh/vgpu-number": 1, "volcano.sh/share-memory": 5}
+
+
 @pytest.mark.parametrize(
     "init",
     [

@@ -250,17 +250,22 @@ async def test_a_namespace_that_takes_no_events_holds_up_no_other() -> None:
     world.api.fault = lambda verb, path, body: (
         ClusterError(f"{verb} {path}: too many requests", status=429) if path == TEAM else None
     )
+    node = Node("n1", "node-uid")
     async with running(world.events.run(_ignore)):
         for number in range(3):
             world.events.raise_event(POD, REFUSED, f"no room {number}")
         await asyncio.sleep(60)
-        world.events.raise_event(Node("n1", "node-uid"), "GpuLost", "GPU 0 is lost")
-        await asyncio.sleep(60)
-        assert [event["reason"] for event in world.api.below(DEFAULT)] == ["GpuLost"]
+        for reason in ("GpuLost", "GpuUnhealthy"):
+            world.events.raise_event(node, reason, "GPU 0 is lost")
+            await asyncio.sleep(60)
+        reasons = [event["reason"] for event in world.api.below(DEFAULT)]
+        assert reasons == ["GpuLost", "GpuUnhealthy"]
         assert world.messages == []
+        assert world.entries("events.recovered") == []
         world.api.fault = None
         await asyncio.sleep(60)
     assert world.messages == ["no room 0", "no room 1", "no room 2"]
+    assert len(world.entries("events.failed")) == len(world.entries("events.recovered")) == 1
 
 
 async def test_names_and_messages_fit_whatever_they_are_made_of() -> None:

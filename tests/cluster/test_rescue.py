@@ -543,9 +543,7 @@ async def test_a_refused_pod_that_has_started_after_all_is_not_deleted(
     world.put(failed("a", phase="Pending"))
     pod = Pod("uid-a", "default", "a")
     world.refusals.refuse(pod, "main", NUMBER, "its ids were given to another pod", final=True)
-    world.api.fault = lambda verb, path, body: (
-        ClusterError(f"DELETE {path}: no answer") if verb == "delete" else None
-    )
+    world.api.fault = _no_deletion
     async with world.life():
         await asyncio.sleep(30)
         assert world.rescue._state.copies
@@ -561,6 +559,10 @@ async def test_a_refused_pod_that_has_started_after_all_is_not_deleted(
     assert world.told == []
 
 
+def _no_deletion(verb: str, path: str, _: Mapping[str, Any]) -> ClusterError | None:
+    return ClusterError(f"DELETE {path}: no answer") if verb == "delete" else None
+
+
 async def _start_after_all(world: World, pod: Pod) -> None:
     world.refusals.clear(pod.uid, "main")
     world.api.change(pod_at(pod.name), {"status": {"phase": "Running"}})
@@ -574,9 +576,7 @@ async def test_a_refused_pod_is_deleted_once_the_api_server_is_back(world: World
     world.put(failed("a", phase="Pending"))
     pod = Pod("uid-a", "default", "a")
     world.refusals.refuse(pod, "main", NUMBER, "never here", final=True)
-    world.api.fault = lambda verb, path, body: (
-        ClusterError(f"DELETE {path}: no answer") if verb == "delete" else None
-    )
+    world.api.fault = _no_deletion
     async with world.life():
         await asyncio.sleep(60)
         assert world.told == []

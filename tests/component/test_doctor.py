@@ -113,12 +113,18 @@ async def test_a_kubelet_that_is_away_is_an_error_with_a_remedy(stage: Stage) ->
 
 
 async def test_another_plugin_of_the_same_resource_is_an_error(stage: Stage) -> None:
-    """The commonest mistake when switching over: the replaced plugin still runs."""
+    """The commonest mistake when switching over: the replaced plugin still runs. Resources of a
+    family that is off are another plugin's own.
+    """
     plugins = stage.folder / "kubelet/device-plugins"
     checkpoint = {
         "Data": {
             "PodDeviceEntries": [],
-            "RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"], "example.com/nic": ["a"]},
+            "RegisteredDevices": {
+                "nvidia.com/gpu": ["GPU-1"],
+                "nvidia.com/vgpu-number": ["GPU-1::0"],
+                "example.com/nic": ["a"],
+            },
         },
         "Checksum": 1,
     }
@@ -135,6 +141,7 @@ async def test_another_plugin_of_the_same_resource_is_an_error(stage: Stage) -> 
     assert rival["level"] == "error"
     assert "nvidia.com/gpu" in rival["text"]
     assert "example.com/nic" not in rival["text"]
+    assert "nvidia.com/vgpu-number" not in rival["text"]
     assert "nvidia-gpu.sock" in rival["text"]
     assert ran.status == 2
 

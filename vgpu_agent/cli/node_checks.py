@@ -40,7 +40,7 @@ from vgpu_agent.mps.host_tools import CONTROL_BINARY, SMI_BINARY
 from vgpu_agent.runtime.libraries import Libraries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.config.settings import Settings
@@ -465,17 +465,16 @@ def check_rivals(node: Node) -> Iterator[Finding]:
     """Other device plugins that offer resources of the families that are on."""
     name, kubelet = "other plugins", node.settings.kubelet
     others = [path.name for path in _foreign_sockets(kubelet.device_plugin_directory)]
-    prefixes = tuple(
-        prefix
-        for family in FAMILIES
-        if family.is_on(node.settings)
-        for prefix in family.resource_prefixes
-    )
+    # beginning of the name of a resource → whether its family is on
+    prefixes: dict[str, bool] = {}
+    for family in FAMILIES:
+        for prefix in family.resource_prefixes:
+            prefixes[prefix] = prefixes.get(prefix, False) or family.is_on(node.settings)
     ours = {each.resource for each in node.agent.overview.resources} if node.agent else set()
     contested = sorted(
         resource
         for resource, ids in registered_resources(kubelet.checkpoint_path).items()
-        if ids and resource.startswith(prefixes) and resource not in ours
+        if ids and resource not in ours and _is_of_a_family_on(resource, prefixes)
     )
     if not others:
         yield _ok(name, "none listens in the kubelet's directory")
@@ -489,6 +488,12 @@ def check_rivals(node: Node) -> Iterator[Finding]:
         )
     else:
         yield _ok(name, f"{listed(others)} listen, and none of them offers the agent's resources")
+
+
+def _is_of_a_family_on(resource: str, prefixes: Mapping[str, bool]) -> bool:
+    """Tell whether the longest of ``prefixes`` with which the name begins has the value True."""
+    found = [prefix for prefix in prefixes if resource.startswith(prefix)]
+    return bool(found) and prefixes[max(found, key=len)]
 
 
 def _foreign_sockets(directory: Path) -> Iterator[Path]:

@@ -15,7 +15,7 @@ import msgspec
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.model import Gpu, Grant, Inventory, MigInstance, Remedy
@@ -112,11 +112,17 @@ def pods_on(
     found: dict[str, tuple[Pod, dict[str, DeadDevice]]] = {}
     if not dead:
         return found
-    for grant in grants:
+    present = tuple(grants)
+    holders = {
+        (grant.owner.pod_uid, grant.owner.container, grant.resource)
+        for grant in present
+        if grant.owner is not None and grant.shares
+    }
+    for grant in present:
         held = {share.device: dead[share.device] for share in grant.shares if share.device in dead}
         if not held or (pod := pod_of(grant, pods)) is None or pod.ended:
             continue
-        if _is_over(grant, pod):
+        if _is_over(grant, pod, holders):
             continue
         found.setdefault(pod.uid, (pod, {}))[1].update(held)
     return found
@@ -133,13 +139,23 @@ def pod_of(grant: Grant, pods: PodCache) -> Pod | None:
     return pods.named(owner.namespace, owner.pod) if owner.pod else None
 
 
-def _is_over(grant: Grant, pod: Pod) -> bool:
-    """Tell whether the grant is of an init container that has done its work. It keeps the ids that
-    no later container took over, and nothing of the pod uses their devices.
+def _is_over(grant: Grant, pod: Pod, holders: Collection[tuple[str, str, str]]) -> bool:
+    """Tell whether nothing of the pod uses the devices of a grant any more: an init container had
+    them and is done. It keeps the ids that no later container took over. ``holders`` are pod,
+    container and resource of all grants: where a later container that asks for the resource has
+    none, its own may be booked for the init container, since the kubelet's checkpoint names both.
     """
-    owner = grant.owner
-    container = pod.container(owner.container) if owner is not None else None
-    return container is not None and container.kind is ContainerKind.INIT and container.completed
+    if (owner := grant.owner) is None or (container := pod.container(owner.container)) is None:
+        return False
+    return (
+        container.kind is ContainerKind.INIT
+        and container.completed
+        and all(
+            (owner.pod_uid, other.name, grant.resource) in holders
+            for other in pod.containers
+            if other.kind is not ContainerKind.INIT and other.limits.get(grant.resource, 0) > 0
+        )
+    )
 
 
 def gpu_name(gpu: Gpu) -> str:

@@ -3,9 +3,9 @@
 Called by `reflector` and the watches for each object. The structs have the used fields only, and
 msgspec skips all others without building them, which is 98 % of a pod. Of a pod's annotations and
 environment variables only those are kept that families name (`families.pod_annotations`). A user
-may send 1.5 MiB of them, so at most about 100 KiB a pod are kept. An unreadable object raises a
-`ClusterError` that names it if its name can be read. No other exception leaves this module, so one
-unreadable pod does not hide the others.
+may send 1.5 MiB of them, so what is kept is bounded. An unreadable object raises a `ClusterError`
+that names it if its name can be read. No other exception leaves this module, so one unreadable pod
+does not hide the others.
 
 Fields are those of core/v1 (https://kubernetes.io/docs/reference/kubernetes-api/), which may be
 missing or null wherever Go omits them.

@@ -157,7 +157,7 @@ class Events:
     async def write_once(self) -> float:
         """Write one event of the queue that is due, if there is one: the first of the namespaces
         with the fewest failures in a row. So a namespace for which the API server accepts no
-        events, or only a few, does not hold up those of others.
+        events, or only a few, delays those of others by the pause after a failure at most.
 
         Returns:
             the seconds until the next call is useful; 0 after a write.
@@ -232,7 +232,8 @@ class Events:
     def _note_written(self, event: _Event, count: int) -> None:
         self._backoff.succeeded()
         self._failures.pop(event.namespace, None)
-        self._failure_log.recovered("event")
+        if not self._failures:
+            self._failure_log.recovered("event")
         self.counts.written += 1
         event.written_count = count
         self._dequeue(event)

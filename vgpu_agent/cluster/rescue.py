@@ -393,6 +393,7 @@ class Rescue:
                 return self._look_seconds
             if not metadata.get("deletionTimestamp"):
                 if not self._cannot_run(found):
+                    self._count_one_less(f"{copy.namespace}/{copy.name}")
                     await self._forget(copy)
                     return self._look_seconds
                 await self._api.delete(path, uid=copy.uid)
@@ -467,6 +468,11 @@ class Rescue:
             self._state.tries.pop(key, None)
         else:
             self._state.tries[key] = before
+
+    def _count_one_less(self, key: str) -> None:
+        """Undo the last `_count` of an earlier process, or of a deletion long ago."""
+        if (known := self._state.tries.pop(key, None)) is not None and known.number > 1:
+            self._state.tries[key] = msgspec.structs.replace(known, number=known.number - 1)
 
     async def _store_state(self) -> None:
         """Write the copies and the tries to the file; a failure is only recorded."""

@@ -183,8 +183,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     """The keys and names that a family has in the cluster.
 
     Attributes:
-        resource_prefixes: the beginnings of the names of its resources, as they are without
-            renaming.
+        resource_prefixes: the beginnings of all names that its resources may have in this domain.
         annotations: those of pods that it reads or writes, the most important first, because the
             last are cut where a pod's are very long. All others are skipped unread.
         labels: the same of pods' labels.

@@ -198,13 +198,18 @@ async def test_a_tool_that_counts_the_gpus_otherwise_changes_none(tmp_path: Path
         assert await side.runs() == ["export"]
 
 
-async def test_a_gpu_is_divided_beside_one_that_is_gone(tmp_path: Path) -> None:
-    """A GPU that has been taken away stays in the inventory. The driver and the tool show one GPU,
-    whose number has changed.
+@pytest.mark.parametrize("is_counted", [False, True])
+async def test_a_gpu_is_divided_beside_one_that_is_lost(tmp_path: Path, is_counted: bool) -> None:
+    """It stays in the inventory. Either driver and tool show one GPU, whose number has changed, or
+    they still count the lost one.
     """
     async with dividing(tmp_path) as side:
-        await asyncio.to_thread(side.node.unplug, 0)
-        await side.watched.until(lambda inventory: inventory.gpus[1].index == 0)
+        await asyncio.to_thread(side.node.lose if is_counted else side.node.unplug, 0)
+        await side.watched.until(
+            lambda inventory: (
+                not inventory.gpus[0].present and inventory.gpus[1].index == int(is_counted)
+            )
+        )
         assert await side.divide(1) == ""
         assert side.profiles(1) == sorted(GROUP)
 

@@ -50,6 +50,17 @@ async def test_the_only_candidate_gets_a_complete_answer() -> None:
 
 
 @pytest.mark.looptime
+async def test_a_pod_of_which_not_all_was_read_is_refused() -> None:
+    """A limit that was left out would count as no limit."""
+    place = Place(late=False)
+    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
+    pod = msgspec.structs.replace(pod, has_more_requests=True)
+    place.book.replace([pod])
+    with pytest.raises(RequestRefusedError, match="names more GPU resources"):
+        await place.admit(pod, "main", IDS[:1])
+    assert place.ledger.grants == ()
+
+
 async def test_without_a_candidate_the_words_are_those_that_users_know() -> None:
     """volcano-vgpu:G11 no pending pod: the words of the replaced plugin, after less than a second,
     and nothing is booked.

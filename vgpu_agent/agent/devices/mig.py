@@ -152,10 +152,12 @@ class MigDivider:
         Raises:
             MigError: the tool failed, or it and the driver show another division, before or after.
         """
-        # Lost GPUs stay in the inventory, and neither the driver nor the tool shows them. `export`
-        # fails where the tool sees another number of GPUs.
-        shown = [each for each in self._gpu_watch.inventory.value.gpus if each.present]
-        _require_same_view(shown, await self._parted.export(len(shown)))
+        # Lost GPUs stay in the inventory. The driver counts some of them, which do not answer, and
+        # others no more. `export` fails where the tool sees another number of GPUs.
+        inventory = self._gpu_watch.inventory.value
+        answering = [each for each in inventory.gpus if each.present]
+        counted = len(answering) + len(inventory.failures)
+        _require_same_view(answering, await self._parted.export(counted))
         _logger.info("mig.applying", gpu=gpu.uuid, index=gpu.index, profiles=list(layout.profiles))
         await self._parted.apply(gpu.index, layout.profiles)
         await self._wait_for_layout(layout)

@@ -215,6 +215,7 @@ class EarlyBinding:
         """Return the decision for a candidate, or the error that prevents one."""
         pod = candidate.pod
         try:
+            pod.refuse_more_requests()
             decision = family.decide(self._question(offered, pod, candidate.container.name, ids))
             exceeding = self._device_exceeding_later_containers(
                 offered, candidate, decision, family

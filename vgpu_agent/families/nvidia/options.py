@@ -28,7 +28,8 @@ DOMAIN = "nvidia.com/"
 GPU_RESOURCE = "nvidia.com/gpu"
 SHARED_SUFFIX = ".shared"
 ALL = "all"
-# No list for the kubelet can be as long. For as many, Python can still tell how long it would be.
+# More than any list for the kubelet can have; with some GPUs still less than 2**63, where `len`
+# fails.
 _MAX_REPLICAS = 2**31 - 1
 AUTOMATIC = -1  # as many replicas as the device has units of memory
 

@@ -137,6 +137,7 @@ class VolcanoScheduling:
     def read_demand(self, pod: Pod) -> PodDemand | None:
         """Return the demand of a pod, None if it asks for no vGPU (volcano-vgpu §8)."""
         names = self._names
+        pod.refuse_more_requests()
         asking = names.asking(pod)
         if not asking:
             return None

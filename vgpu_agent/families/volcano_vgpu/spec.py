@@ -297,7 +297,8 @@ SPEC = FamilySpec(
             findings=_findings,
         ),
     ),
-    resource_prefixes=("volcano.sh/vgpu-",),
+    # the settings and Volcano's ConfigMap may rename them within this domain
+    resource_prefixes=("volcano.sh/",),
     annotations=(  # of pods: those that the family reads or writes
         NODE,
         PHASE,
