@@ -28,7 +28,7 @@ from vgpu_agent.families.volcano_vgpu import family as volcano_vgpu
 from vgpu_agent.families.volcano_vgpu.files import CONFIG_MAP, NAMESPACES
 from vgpu_agent.pods import GPU_HEALTH_LABEL
 
-READ_ONE = {("configmaps", "get"), ("configmaps", "list"), ("configmaps", "watch")}
+READ_ONE = {("configmaps", "list"), ("configmaps", "watch")}
 
 
 def test_nothing_is_granted_that_is_not_used(objects: dict[str, Any]) -> None:
