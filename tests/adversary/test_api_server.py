@@ -428,7 +428,8 @@ async def test_no_node_of_megabytes_is_kept() -> None:
     """Our own Node is kept whole, so one that is larger than etcd takes is not read."""
     labels = {f"label-{number}": "x" * 63 for number in range(100_000)}
     node = {"metadata": {"name": "n1", "uid": "u", "resourceVersion": "7", "labels": labels}}
-    async with asked(always(answer(msgspec.json.encode(node)))) as api:
+    body = {"metadata": {"resourceVersion": "7"}, "items": [node]}
+    async with asked(always(answer(msgspec.json.encode(body)))) as api:
         watch = NodeWatch(api, "n1", journal=Journal())
         async with running(watch.run):
             await until(lambda: watch.status.unreadable > 0)
