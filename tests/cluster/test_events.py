@@ -268,6 +268,25 @@ async def test_a_namespace_that_takes_no_events_holds_up_no_other() -> None:
     assert len(world.entries("events.failed")) == len(world.entries("events.recovered")) == 1
 
 
+async def test_a_namespace_whose_events_were_given_up_hides_no_later_outage() -> None:
+    """The failure is over with the last of its events. Otherwise the log would stay silent."""
+    world, node = World(), Node("n1", "node-uid")
+
+    def blocked(verb: str, path: str, _: object) -> ClusterError | None:
+        return (
+            ClusterError(f"{verb} {path}: too many requests", status=429) if TEAM in path else None
+        )
+
+    world.api.fault = blocked
+    async with running(world.events.run(_ignore)):
+        world.events.raise_event(POD, REFUSED, "no room")
+        await asyncio.sleep(3700)
+        world.events.raise_event(node, "GpuLost", "GPU 0 is lost")
+        await asyncio.sleep(60)
+    assert world.messages == []
+    assert len(world.entries("events.recovered")) == 1
+
+
 async def test_names_and_messages_fit_whatever_they_are_made_of() -> None:
     """A pod's name may be 253 characters long, and a message may be cut only between characters."""
     world = World()

@@ -222,9 +222,6 @@ class Events:
             )
             self._drop(event)
         else:
-            waiting = {each.namespace for each in self._queue}
-            for namespace in self._failures.keys() - waiting:
-                del self._failures[namespace]
             self._failures[event.namespace] += 1
             self._backoff.failed(err)
             self._failure_log.failed("event", err, permission)
@@ -232,7 +229,9 @@ class Events:
     def _note_written(self, event: _Event, count: int) -> None:
         self._backoff.succeeded()
         self._failures.pop(event.namespace, None)
-        if not self._failures:
+        # that of a namespace whose events were dropped meanwhile is over, too
+        if self._failures.keys().isdisjoint(each.namespace for each in self._queue):
+            self._failures.clear()
             self._failure_log.recovered("event")
         self.counts.written += 1
         event.written_count = count
