@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import re
-import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -30,17 +29,13 @@ pytestmark = pytest.mark.component
 _VERBS = ("filter", "bind", "preempt", "filter-dryrun")
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @contextlib.asynccontextmanager
 async def _serving(
     url: str, probe_port: int | None, lease: Lease | None = None
 ) -> AsyncIterator[Service]:
-    """A service that runs until the context ends. Its watches may be ready before it listens."""
+    """A service that runs until the context ends. Its watches may be ready before it listens.
+    ``probe_port`` is 0 for a free one, None for none.
+    """
     credentials = Credentials(lambda: Access(url), "test")
     options = Options(port=0, probe_port=probe_port, lease=lease)
     service = Service(options, VgpuManagerScheduling(KEYS), credentials)
@@ -50,7 +45,9 @@ async def _serving(
             lambda: (
                 running.done()
                 or (
-                    service.is_ready and service.address and service.probe_port == (probe_port or 0)
+                    service.is_ready
+                    and service.address
+                    and (probe_port is None or service.probe_port)
                 )
             )
         )
@@ -70,13 +67,11 @@ async def test_probes_and_metrics_are_reached_from_outside_the_pod_and_no_verb_i
     pod bound.
     """
     constants.use(monkeypatch, QUICK)
-    port = _free_port()
     async with (
         ApiServer() as server,
-        _serving(server.url, port) as service,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        _serving(server.url, 0) as service,
+        aiohttp.ClientSession(f"http://127.0.0.1:{service.probe_port}") as http,
     ):
-        assert service.probe_port == port
         for path in ("/healthz", "/readyz", "/version", "/metrics"):
             async with http.get(path) as answer:
                 assert answer.status == 200, path
@@ -93,11 +88,10 @@ async def test_a_loop_that_is_stuck_fails_the_probe_of_life(
 ) -> None:
     """The kubelet starts the extender again; nothing else would notice."""
     constants.use(monkeypatch, QUICK)
-    port = _free_port()
     async with (
         ApiServer() as server,
-        _serving(server.url, port) as service,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        _serving(server.url, 0) as service,
+        aiohttp.ClientSession(f"http://127.0.0.1:{service.probe_port}") as http,
     ):
         never = asyncio.Event()
         assert service._supervisor is not None
@@ -132,12 +126,11 @@ async def test_the_metrics_of_an_extender_show_that_it_leads_only_if_it_is_known
 ) -> None:
     """An alert that nobody leads would never come. Here the Lease of kube-scheduler is missing."""
     constants.use(monkeypatch, QUICK)
-    port = _free_port()
     lease = Lease("kube-system", "vgpu-scheduler", "pod-a", is_schedulers=True) if beside else None
     async with (
         ApiServer() as server,
-        _serving(server.url, port, lease),
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        _serving(server.url, 0, lease) as service,
+        aiohttp.ClientSession(f"http://127.0.0.1:{service.probe_port}") as http,
         http.get("/metrics") as answer,
     ):
         assert f"vgpu_scheduler_leader {0 if beside else 1}.0\n" in await answer.text()
@@ -150,12 +143,12 @@ async def test_silent_connections_to_the_probes_shut_nobody_out(
     descriptors, with which kube-scheduler is answered.
     """
     constants.use(monkeypatch, QUICK)
-    port = _free_port()
     async with (
         ApiServer() as server,
-        _serving(server.url, port) as service,
+        _serving(server.url, 0) as service,
         aiohttp.ClientSession() as http,
     ):
+        port = service.probe_port
         before = len(os.listdir("/proc/self/fd"))
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
         await eventually(lambda: any(reader.at_eof() for reader, _ in silent))
