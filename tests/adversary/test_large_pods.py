@@ -129,6 +129,18 @@ def test_a_tenant_cannot_make_one_pod_take_more_than_its_share(kind: int) -> Non
     assert pod.annotations.keys() <= set(ANNOTATIONS)
 
 
+def test_the_names_of_variables_count_towards_the_size_of_a_pod() -> None:
+    """Each container may set some hundred that concern GPUs, with a number at the end."""
+
+    def size(count: int) -> int:
+        thing = json_pod("p")
+        env = [{"name": f"CUDA_DEVICE_MEMORY_LIMIT_{number}"} for number in range(count)]
+        thing["spec"]["containers"] = [{"name": "main", "env": env}]
+        return decode.pod(msgspec.json.encode(thing)).size_bytes
+
+    assert size(100) - size(0) >= 100 * sys.getsizeof("CUDA_DEVICE_MEMORY_LIMIT_00")
+
+
 def test_a_tenant_cannot_hide_a_variable_behind_many_others() -> None:
     """A container must not hide behind thousands of variables that it switches its limit off."""
     thing = json_pod("p")

@@ -152,6 +152,15 @@ def test_no_other_container_hides_what_a_container_asks_for(init: list[dict[str,
     assert sum(len(one.limits) for one in pod.containers) < 200
 
 
+def test_all_limits_of_a_pod_with_many_containers_are_kept() -> None:
+    """The memory of the last ones would count as all of a card."""
+    limits = {f"volcano.sh/vgpu-{name}": "1" for name in ("number", "memory", "cores")}
+    many = [{"name": f"c{place}", "resources": {"limits": limits}} for place in range(60)]
+    pod = decode.pod(_pod({"containers": many}))
+    assert not pod.has_more_requests
+    assert {len(one.limits) for one in pod.containers} == {3}
+
+
 def test_a_renamed_resource_is_not_hidden_either() -> None:
     """Volcano's ConfigMap may give its resources other names in its domain."""
     noise = {"limits": {f"a.b/x{place}": "0" for place in range(200)}}

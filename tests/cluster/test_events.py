@@ -285,6 +285,7 @@ async def test_a_namespace_whose_events_were_given_up_hides_no_later_outage() ->
         await asyncio.sleep(60)
     assert world.messages == []
     assert len(world.entries("events.recovered")) == 1
+    assert not world.events._failures
 
 
 async def test_names_and_messages_fit_whatever_they_are_made_of() -> None:

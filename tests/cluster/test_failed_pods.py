@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import json
 from typing import Any
 
 import pytest
 
 from tests.cluster.fake_api import FakeApi, running
 from tests.cluster.node_world import ignore
+from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.events import Events
-from vgpu_agent.cluster.failed_pods import REASON, FailedPods
+from vgpu_agent.cluster.failed_pods import REASON, FailedPods, failed_at_admission
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import Node
+from vgpu_agent.sim.api.server import ApiServer
 
 pytestmark = pytest.mark.looptime
 
@@ -135,3 +138,39 @@ async def test_an_api_server_that_is_away_is_asked_a_few_times() -> None:
     gone.api.fault = lambda *_: ClusterError("connection refused")
     await gone.run(3600)
     assert len(gone.api.requests) == 8
+
+
+@pytest.mark.looptime(False)  # over HTTP, which takes real time
+async def test_the_failed_pods_of_a_node_are_all_found_whatever_one_tenant_leaves(
+    server: ApiServer, client: ApiClient
+) -> None:
+    """Pods of nearly 1.5 MiB that are more than one answer may have as a whole, and more small ones
+    than a page has. They come first by their namespace.
+    """
+    large = {"env": [{"name": f"V{place}", "value": "x" * 100_000} for place in range(14)]}
+    sizes = [*([large] * 13), *([{}] * 130)]
+    for place, more in enumerate(sizes):
+        _put_failed_pod(server, "aaa", f"p{place}", more)
+    _put_failed_pod(server, "team-b", "victim", {})
+    beats = 0
+
+    def beat() -> None:
+        nonlocal beats
+        beats += 1
+
+    found = [json.loads(raw)["metadata"] async for raw in failed_at_admission(client, "n1", beat)]
+    assert len(found) == len(sizes) + 1
+    assert found[-1]["name"] == "victim"
+    assert beats > 13
+    pages = [request for request in server.requests if request.path == "/api/v1/pods"]
+    assert len(pages) == 2
+
+
+def _put_failed_pod(
+    server: ApiServer, namespace: str, name: str, container: dict[str, Any]
+) -> None:
+    spec = {"nodeName": "n1", "containers": [{"name": "main", **container}]}
+    pod = {"metadata": {"name": name, "namespace": namespace}, "spec": spec}
+    server.objects.create("pods", pod, namespace)
+    status = {"phase": "Failed", "reason": "UnexpectedAdmissionError"}
+    server.objects.set_status("pods", name, status, namespace)

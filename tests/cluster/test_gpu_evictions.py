@@ -182,24 +182,26 @@ async def test_a_label_on_a_pod_without_a_gpu_costs_no_write() -> None:
     assert labels_of(world) == {}
 
 
-async def test_a_pod_stays_whose_completed_init_container_had_the_dead_gpu() -> None:
-    """It keeps the ids that no main container took over, and nothing of the pod uses them. While it
-    runs, the pod is evicted as any other.
+@pytest.mark.parametrize(
+    ("completed", "limits", "is_evicted"),
+    [(True, {}, False), (False, {}, True), (True, {"nvidia.com/gpu": 1}, True)],
+    ids=["completed", "running", "main-without-grant"],
+)
+async def test_a_pod_stays_whose_completed_init_container_had_the_dead_gpu(
+    completed: bool, limits: dict[str, int], is_evicted: bool
+) -> None:
+    """It keeps the ids that no main container took over, and nothing of the pod uses them. Where a
+    main container asks for the resource and has no grant, the checkpoint has named both for one id.
     """
     world = Evicting()
     await asyncio.sleep(1)  # the watch has shown the pods
-    for name, completed in (("a", True), ("b", False)):
-        warm = PodContainer("warm", ContainerKind.INIT, running=not completed, completed=completed)
-        found = pod_of(world.api.objects[pod_at(name)])
-        world.pods.put(msgspec.structs.replace(found, containers=(warm, PodContainer("main"))))
-    world.grants = [
-        msgspec.structs.replace(
-            grant(number, name, uuid), owner=Owner("warm", f"uid-{name}", "default", name)
-        )
-        for number, name, uuid in ((1, "a", U0), (2, "b", "GPU-1"))
-    ]
+    warm = PodContainer("warm", ContainerKind.INIT, running=not completed, completed=completed)
+    containers = (warm, PodContainer("main", limits=limits))
+    found = pod_of(world.api.objects[pod_at("a")])
+    world.pods.put(msgspec.structs.replace(found, containers=containers))
+    owner = Owner("warm", "uid-a", "default", "a")
+    world.grants = [msgspec.structs.replace(grant(1, "a", U0), owner=owner)]
     async with world.run():
         world.fail(U0)
-        world.fail("GPU-1")
         await asyncio.sleep(400)
-    assert world.evicted == [pod_at("b") + "/eviction"]
+    assert world.evicted == [pod_at("a") + "/eviction"] * is_evicted

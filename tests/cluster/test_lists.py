@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from tests.patience import quickest_call
-from vgpu_agent.cluster.client import ApiClient
-from vgpu_agent.cluster.lists import ListReader, failed_pods_of
+from vgpu_agent.cluster.lists import ListReader
 from vgpu_agent.errors import ClusterError
-from vgpu_agent.sim.api.server import ApiServer
 
 _TEXTS = ("", 'a"b', "\\", '\\\\"{', "}{", "]", "[", "x" * 40, '"items":[', "é")
 
@@ -82,37 +80,3 @@ def test_no_object_takes_long_to_find_the_end_of(what: str) -> None:
     assert quickest_call(read, within_seconds=2.0, attempts=1) < 2.0
     with pytest.raises(ClusterError, match="ended early"):
         broken.end()
-
-
-async def test_the_failed_pods_of_a_node_are_all_found_whatever_one_tenant_leaves(
-    server: ApiServer, client: ApiClient
-) -> None:
-    """Pods of nearly 1.5 MiB that are more than one answer may have as a whole, and more small ones
-    than a page has. They come first by their namespace.
-    """
-    large = {"env": [{"name": f"V{place}", "value": "x" * 100_000} for place in range(14)]}
-    sizes = [*([large] * 13), *([{}] * 130)]
-    for place, more in enumerate(sizes):
-        _put_failed_pod(server, "aaa", f"p{place}", more)
-    _put_failed_pod(server, "team-b", "victim", {})
-    beats = 0
-
-    def beat() -> None:
-        nonlocal beats
-        beats += 1
-
-    found = [json.loads(raw)["metadata"] async for raw in failed_pods_of("n1", client, beat)]
-    assert len(found) == len(sizes) + 1
-    assert found[-1]["name"] == "victim"
-    assert beats > 13
-    pages = [request for request in server.requests if request.path == "/api/v1/pods"]
-    assert len(pages) == 2
-
-
-def _put_failed_pod(
-    server: ApiServer, namespace: str, name: str, container: dict[str, Any]
-) -> None:
-    spec = {"nodeName": "n1", "containers": [{"name": "main", **container}]}
-    pod = {"metadata": {"name": name, "namespace": namespace}, "spec": spec}
-    server.objects.create("pods", pod, namespace)
-    server.objects.set_status("pods", name, {"phase": "Failed"}, namespace)

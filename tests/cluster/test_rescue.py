@@ -540,10 +540,7 @@ async def test_a_refused_pod_that_has_started_after_all_is_not_deleted(
     """The API server was away when the pod was to be deleted, or the agent ended then. Meanwhile
     the pod was allowed to start; it may run a training by now. Nobody was told of a deletion.
     """
-    world.put(failed("a", phase="Pending"))
-    pod = Pod("uid-a", "default", "a")
-    world.refusals.refuse(pod, "main", NUMBER, "its ids were given to another pod", final=True)
-    world.api.fault = _no_deletion
+    pod = _refused_without_deletion(world)
     async with world.life():
         await asyncio.sleep(30)
         assert world.rescue._state.copies
@@ -556,11 +553,19 @@ async def test_a_refused_pod_that_has_started_after_all_is_not_deleted(
     (left,) = [one for one in world.api.objects.values() if one["metadata"].get("uid") == pod.uid]
     assert left["status"]["phase"] == "Running"
     assert not world.rescue._state.copies
+    assert not world.rescue._state.tries  # it was not given another chance
     assert world.told == []
 
 
-def _no_deletion(verb: str, path: str, _: Mapping[str, Any]) -> ClusterError | None:
-    return ClusterError(f"DELETE {path}: no answer") if verb == "delete" else None
+def _refused_without_deletion(world: World) -> Pod:
+    """Put a pod whose start is refused for good, at an API server that answers no DELETE."""
+    world.put(failed("a", phase="Pending"))
+    pod = Pod("uid-a", "default", "a")
+    world.refusals.refuse(pod, "main", NUMBER, "its ids were given to another pod", final=True)
+    world.api.fault = lambda verb, path, _: (
+        ClusterError(f"DELETE {path}: no answer") if verb == "delete" else None
+    )
+    return pod
 
 
 async def _start_after_all(world: World, pod: Pod) -> None:
@@ -572,11 +577,8 @@ async def _start_after_all(world: World, pod: Pod) -> None:
 
 
 async def test_a_refused_pod_is_deleted_once_the_api_server_is_back(world: World) -> None:
-    """As long as it is refused. Its owner is told of the deletion when it has taken place."""
-    world.put(failed("a", phase="Pending"))
-    pod = Pod("uid-a", "default", "a")
-    world.refusals.refuse(pod, "main", NUMBER, "never here", final=True)
-    world.api.fault = _no_deletion
+    """It is still refused. Its owner is told of the deletion when it has taken place."""
+    _refused_without_deletion(world)
     async with world.life():
         await asyncio.sleep(60)
         assert world.told == []

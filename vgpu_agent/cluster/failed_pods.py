@@ -1,4 +1,5 @@
-"""Pods that the kubelet failed while no agent was registered.
+"""Pods that the kubelet failed at their admission: all that a node has, for `rescue`, and those of
+the time in which no agent was registered.
 
 While a device plugin is away, the kubelet fails each pod that asks for its resource and is admitted
 at that moment. Such a pod never recovers, and the watch of pods does not show it. So each start of
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.cluster import retrying
-from vgpu_agent.cluster.lists import failed_pods_of
+from vgpu_agent.cluster.lists import ListReader
 from vgpu_agent.cluster.retrying import Backoff, is_permanent
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import AsyncGenerator, Callable, Collection
 
     from vgpu_agent.cluster.api import ListingApi
     from vgpu_agent.cluster.events import Events
@@ -42,8 +43,11 @@ _SETTLING_SECONDS = 5.0
 _TRIES = 8
 _MAX_NAMES = 20
 _LONGEST_NAME = 128
+# Pods in one answer of the API server, and answers in a row. By default Kubernetes keeps 12,500
+# ended pods in a cluster, and removes the oldest of more.
+_PAGE, _MAX_PAGES = 100, 1000
 
-_ADMISSION_ERROR = "UnexpectedAdmissionError"
+ADMISSION_ERROR = "UnexpectedAdmissionError"  # the reason in the status of such a pod
 # parts of the kubelet's message when the plugin of a resource is away
 _AWAY = ("no healthy devices present", "cannot allocate unregistered device")
 
@@ -147,13 +151,10 @@ class FailedPods:
         Raises:
             ClusterError: no answer, or one that cannot be read.
         """
-        ours, marker = frozenset(self._resources()), _ADMISSION_ERROR.encode()
-        names = []
-        pods = failed_pods_of(self._node_name, self._api, beat)
+        ours, names = frozenset(self._resources()), []
+        pods = failed_at_admission(self._api, self._node_name, beat)
         async with contextlib.aclosing(pods):
             async for raw in pods:
-                if marker not in raw:
-                    continue  # to decode each of thousands of pods would take seconds
                 try:
                     pod = _pods.decode(raw)
                 except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -166,7 +167,7 @@ class FailedPods:
         """Tell whether the pod asks for one of our resources, and failed at admission because the
         plugin was away, not longer than `_BEFORE_START_SECONDS` before our start.
         """
-        if pod.status.reason != _ADMISSION_ERROR or not any(
+        if pod.status.reason != ADMISSION_ERROR or not any(
             text in (pod.status.message or "") for text in _AWAY
         ):
             return False
@@ -198,6 +199,36 @@ class FailedPods:
         )
         if (node := self._node()) is not None:
             self._events.raise_event(node, REASON, text)
+
+
+async def failed_at_admission(
+    api: ListingApi, node_name: str, beat: Callable[[], None]
+) -> AsyncGenerator[bytes, None]:
+    """Yield the failed pods of a node as JSON, and of these only pods in which `ADMISSION_ERROR`
+    stands somewhere, since to decode thousands would take seconds. All are read, however many and
+    large they are: most may be of one tenant, and must not hide those of the others.
+
+    Raises:
+        ClusterError: no answer, or one that is not a list.
+    """
+    path, selector = "/api/v1/pods", f"spec.nodeName={node_name},status.phase=Failed"
+    params = {"fieldSelector": selector, "limit": str(_PAGE)}
+    for _ in range(_MAX_PAGES):
+        page = ListReader(path)
+        async with contextlib.aclosing(api.chunks(path, params)) as chunks:
+            async for chunk in chunks:
+                beat()
+                for raw in page.feed(chunk):
+                    if ADMISSION_ERROR.encode() in raw:
+                        yield raw
+        _, token = page.end()
+        if not token:
+            return
+        params = {**params, "continue": token}
+    raise ClusterError(
+        f"GET {path}: the list of failed pods goes on after {_MAX_PAGES} pages of {_PAGE}; look "
+        "for a proxy between this node and the API server"
+    )
 
 
 def _unix_seconds(timestamp: str | None) -> float:

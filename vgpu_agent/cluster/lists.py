@@ -2,13 +2,12 @@
 
 The API server ignores ``limit`` where it answers from its cache, so one answer may hold all pods of
 a node with a megabyte and a half each. Here never more than one object and one piece of the body
-are in memory. Used by `reflector`, which decodes each object and drops it, and through
-`failed_pods_of` by those who look for a few objects of many.
+are in memory. Used by `reflector`, which decodes each object and drops it, and by `failed_pods`,
+which looks for a few of many.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import TYPE_CHECKING
 
@@ -16,18 +15,12 @@ from vgpu_agent.cluster import decode
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator
-
-    from vgpu_agent.cluster.api import ListingApi
+    from collections.abc import Iterator
 
 # etcd takes objects of 1.5 MiB by default, and their JSON is at most a few times as long.
 LONGEST_OBJECT_BYTES = 16 * 1024 * 1024
 # For the envelope, all of a list except the items: kind, version, continue token.
 _LONGEST_ENVELOPE_BYTES = 64 * 1024
-
-# Pods in one answer of the API server, and answers in a row. By default Kubernetes keeps 12,500
-# ended pods in a cluster, and removes the oldest of more.
-_PAGE, _MAX_PAGES = 100, 1000
 
 # The longest text that a pattern is matched against: a match keeps some hundred bytes for each JSON
 # string or object in it, and those may be as short as two characters.
@@ -195,34 +188,6 @@ class ListReader:
         raise ClusterError(
             f"GET {self._path}: the list has more than {most} beside its items; it is given up"
         )
-
-
-async def failed_pods_of(
-    node_name: str, api: ListingApi, beat: Callable[[], None]
-) -> AsyncGenerator[bytes, None]:
-    """Yield the failed pods of a node as JSON, however many and large they are: most of them may be
-    of one tenant, and must not hide those of the others.
-
-    Raises:
-        ClusterError: no answer, or one that is not a list.
-    """
-    path, selector = "/api/v1/pods", f"spec.nodeName={node_name},status.phase=Failed"
-    params = {"fieldSelector": selector, "limit": str(_PAGE)}
-    for _ in range(_MAX_PAGES):
-        page = ListReader(path)
-        async with contextlib.aclosing(api.chunks(path, params)) as chunks:
-            async for chunk in chunks:
-                beat()
-                for raw in page.feed(chunk):
-                    yield raw
-        _, token = page.end()
-        if not token:
-            return
-        params = {**params, "continue": token}
-    raise ClusterError(
-        f"GET {path}: the list of failed pods goes on after {_MAX_PAGES} pages of {_PAGE}; look "
-        "for a proxy between this node and the API server"
-    )
 
 
 def _without_escapes(text: bytearray) -> bytearray:

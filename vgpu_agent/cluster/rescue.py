@@ -27,7 +27,7 @@ import msgspec
 
 from vgpu_agent.cluster import decode, recreation
 from vgpu_agent.cluster.api import pod_path, pods_path
-from vgpu_agent.cluster.lists import failed_pods_of
+from vgpu_agent.cluster.failed_pods import ADMISSION_ERROR, failed_at_admission
 from vgpu_agent.cluster.pod_copies import Copy, State, Tries
 from vgpu_agent.cluster.reschedule import EVICTED, PERMISSION, eviction
 from vgpu_agent.cluster.retrying import Backoff, FailureLog
@@ -59,7 +59,6 @@ FORGET_SECONDS = 3600.0
 # A pod that cannot be created for that long is given up.
 GIVE_UP_SECONDS = 24 * 3600.0
 
-_ADMISSION_ERROR = "UnexpectedAdmissionError"
 _MAX_COPIES = 16  # pods at once that are deleted and not recreated yet
 _LONGEST_BODY_BYTES = 2 * 1024 * 1024
 _MAX_KEYS, _MAX_DONE = 512, 2000  # entries of `State.tries`, and of `Rescue._done`
@@ -220,16 +219,13 @@ class Rescue:
         return self._look_seconds
 
     async def _list_failed(self) -> None:
-        ours, marker = frozenset(self._resources()), _ADMISSION_ERROR.encode()
-        pods = failed_pods_of(self._node_name, self._api, self._beat)
+        ours = frozenset(self._resources())
+        pods = failed_at_admission(self._api, self._node_name, self._beat)
         async with contextlib.aclosing(pods):
             async for raw in pods:
-                # to decode each of thousands of pods would take seconds
-                if marker not in raw or (pod := _readable(raw)) is None:
-                    continue
-                if _failed_admission(pod, ours):
+                if (pod := _readable(raw)) is not None and _failed_admission(pod, ours):
                     status = pod["status"]
-                    self._add(pod, f"{_ADMISSION_ERROR}: {status.get('message', '')}", failed=True)
+                    self._add(pod, f"{ADMISSION_ERROR}: {status.get('message', '')}", failed=True)
 
     def _find_refused(self) -> None:
         ours, refused = frozenset(self._resources()), set[str]()
@@ -595,7 +591,7 @@ def _failed_admission(pod: dict[str, Any], ours: frozenset[str]) -> bool:
     container of the pod asks for one of ``ours``, the resources whose pods are replaced.
     """
     status, spec = _of(pod, "status"), _of(pod, "spec")
-    if (status.get("phase"), status.get("reason")) != ("Failed", _ADMISSION_ERROR):
+    if (status.get("phase"), status.get("reason")) != ("Failed", ADMISSION_ERROR):
         return False
     containers = (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
     return any(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from vgpu_agent.errors import RequestRefusedError
@@ -138,6 +139,10 @@ def test_a_pod_that_asks_for_no_gpu_is_not_ours(volcano: VolcanoScheduling) -> N
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [
+        (
+            msgspec.structs.replace(pod(container(memory=3000)), has_more_requests=True),
+            "names more GPU resources",
+        ),
         (pod(container(memory=3000)), "without which the container would get no GPU"),
         (pod(container(number=65)), "volcano.sh/vgpu-number is '65'"),
         (pod(container(number="1500m")), "volcano.sh/vgpu-number is '1500m'"),
